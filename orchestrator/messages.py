@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from jobs.schema.point import Device, Point
+from jobs.schema.states import PointState
 from jobs.specs.kinds import kind_module
 from jobs.specs.spec import Deadlines, JobSpec
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
@@ -118,6 +119,19 @@ class Series:
     """New samples of a running point's series, a record a series."""
 
     records: tuple[SeriesRecord, ...]
+
+
+@dataclass(frozen=True)
+class BatchEnded:
+    """A batch of points will send no more updates.
+
+    Attributes:
+        state: None if its supervisor finished, else the state of its unfinished point: LOST, OOM, CANCELLED.
+        reason: why the supervisor did not finish.
+    """
+
+    state: PointState | None = None
+    reason: str | None = None
 
 
 Update = StartRecord | Progress | Series | OutcomeRecord | ArtifactRecord | EventRecord

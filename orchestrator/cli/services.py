@@ -89,8 +89,8 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     Raises:
         ServiceError: NSA_HOME cannot be written, a port is taken by something else, NSA_RAY_HOST is no address of this
             host, or a service did not answer in time (its log is named).
-        TokenError: Ray's token cannot be made or kept from others.
-        FolderError: nor can Ray's folder.
+        UserError: Ray's token cannot be made or kept from others.
+        UserError: nor can Ray's folder.
     """
     try:
         settings.home.mkdir(parents=True, exist_ok=True)

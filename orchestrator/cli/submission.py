@@ -54,7 +54,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
 
     Raises:
         SpecError: the spec or an override is wrong.
-        UploadError: a file that the spec names cannot be sent.
+        UserError: a file that the spec names cannot be sent.
         SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)

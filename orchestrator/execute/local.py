@@ -14,9 +14,10 @@ from jobs.hardware import nvml
 from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
+from orchestrator.errors import UserError
 from orchestrator.execute import requirements, supervisor
-from orchestrator.execute.executor import MOST_A_CORE, BatchEnded, ExecutorError, gpus_per_point
-from orchestrator.messages import Assignment, Conditions, Requirements, Update
+from orchestrator.execute.room import MOST_A_CORE, gpus_per_point
+from orchestrator.messages import Assignment, BatchEnded, Conditions, Requirements, Update
 
 _CANCEL_S = 2.0
 
@@ -25,7 +26,7 @@ class LocalExecutor:
     """Measures on this machine."""
 
     def __init__(self, spec: JobSpec) -> None:
-        """Raises ExecutorError if this machine lacks resources that the spec asks for."""
+        """Raises UserError if this machine lacks resources that the spec asks for."""
         self._spec = spec
         self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
         self._cpus = _cpus()
@@ -46,14 +47,11 @@ class LocalExecutor:
             problem = "--local uses the machine at hand; remove it"
             errors.append(f"resources.accelerator_type: {resources.accelerator_type!r}: {problem}")
         if errors:
-            raise ExecutorError("\n".join(errors))
+            raise UserError("\n".join(errors))
 
     def probe(self) -> Mapping[str | None, Machine]:
         required = Requirements.of(self._spec)
-        try:
-            return requirements.check(required, gpus="" if required.gpus == 0 else None)
-        except requirements.ProbeError as err:
-            raise ExecutorError(str(err)) from None
+        return requirements.check(required, gpus="" if required.gpus == 0 else None)
 
     def slots(self, machine: Machine) -> int:
         gpus = gpus_per_point(self._spec, machine)

@@ -16,12 +16,11 @@ from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator import provenance
 from orchestrator.background import BackgroundCall, interruptibly
+from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import requirements, supervisor
-from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone, gpus_per_point
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
-from orchestrator.execute.requirements import ProbeError
-from orchestrator.execute.room import Share, card_types, check_resources, check_room
-from orchestrator.messages import Assignment, Conditions, Requirements, Update
+from orchestrator.execute.room import Share, card_types, check_resources, check_room, gpus_per_point
+from orchestrator.messages import Assignment, BatchEnded, Conditions, Requirements, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
 
@@ -43,7 +42,7 @@ class RayExecutor:
         """Connect, and check that some node has the resources of a point, or the cluster those of its ranks.
 
         Raises:
-            ExecutorError: no cluster answers, or it cannot run a point.
+            UserError: no cluster answers, or it cannot run a point.
         """
         self._spec = spec
         _check_interpreters(spec)
@@ -71,18 +70,15 @@ class RayExecutor:
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
         self._planned = Share.of(self._spec, gpus, self._type)
         task = task.options(**_options(self._planned))
-        try:
-            with _gone():
-                answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
-                if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                    count = len(required.envs) * len(required.pythons)
-                    checks = f", and to check {count} environments there" if count > 1 else ""
-                    warn(f"waiting for the cluster to have room for a point{checks}")
-                while not ray.wait([answer], timeout=_ANSWER_S)[0]:
-                    self._watch.look()
-                node, machines = ray.get(answer)
-        except ProbeError as err:
-            raise ExecutorError(str(err)) from None
+        with _gone():
+            answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
+            if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
+                count = len(required.envs) * len(required.pythons)
+                checks = f", and to check {count} environments there" if count > 1 else ""
+                warn(f"waiting for the cluster to have room for a point{checks}")
+            while not ray.wait([answer], timeout=_ANSWER_S)[0]:
+                self._watch.look()
+            node, machines = ray.get(answer)
         gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
         if gpus and self._type is None:
             self._type = next(iter(card_types(self._by_id.get(node, {}))), None)
@@ -114,7 +110,7 @@ class RayExecutor:
         if late:
             warn(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have")
         if mistakes:
-            raise ExecutorError("\n".join(dict.fromkeys(mistakes)))
+            raise UserError("\n".join(dict.fromkeys(mistakes)))
 
     def slots(self, machine: Machine) -> int:
         import ray
@@ -214,14 +210,14 @@ def _supervise(
 
 def _check_interpreters(spec: JobSpec) -> None:
     if spec.world_size > 1 and (python := next(filter(None, spec.python), None)):
-        raise ExecutorError(
+        raise UserError(
             f"python: {python!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or use "
             "--local"
         )
 
 
 def _probe(required: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
-    """The id of the node where this task runs, and the machine there. Raises ProbeError."""
+    """The id of the node where this task runs, and the machine there. Raises UserError."""
     import ray
 
     return ray.get_runtime_context().get_node_id(), requirements.check(required, gpus)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jobs.specs.spec import JobSpec
 from orchestrator.background import BackgroundCall, interruptibly
+from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_token
-from orchestrator.execute.executor import ExecutorError, ExecutorGone
 from orchestrator.execute.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
 from orchestrator.execute.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
@@ -32,7 +32,7 @@ class ClusterWatch:
 
     Args:
         head: its address, "host:port".
-        check: asks the head, in another thread; raises ExecutorError while no node, free or busy, can run a point.
+        check: asks the head, in another thread; raises UserError while no node, free or busy, can run a point.
     """
 
     def __init__(self, head: str, check: Callable[[], None] = lambda: None) -> None:
@@ -67,7 +67,7 @@ class ClusterWatch:
         try:
             self._check()
             self._possible = clock
-        except ExecutorError as err:
+        except UserError as err:
             if clock - self._possible >= NEVER_S:
                 reason = "; ".join(str(err).splitlines())
                 raise ExecutorGone(f"waited {NEVER_S:g} s for a node that can run a point: {reason}") from None
@@ -78,7 +78,7 @@ def connect(spec: JobSpec, settings: Settings) -> None:
     """Connect this process to the cluster as a driver, whose tasks have the files that the spec names.
 
     Raises:
-        ExecutorError: no cluster answers there, or it lets no driver in.
+        UserError: no cluster answers there, or it lets no driver in.
         ExecutorGone: it fell silent meanwhile.
     """
     address = _answering_address(settings)
@@ -101,28 +101,28 @@ def connect(spec: JobSpec, settings: Settings) -> None:
         except ExecutorGone:
             raise
         except ConnectionError:
-            raise ExecutorError(
+            raise UserError(
                 f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
                 "token which is not this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
             ) from None
         except Exception as err:  # other versions, a wrong token: Ray's message is the reason
-            raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: {in_brief(err)}; correct it or use --local") from None
+            raise UserError(f"NSA_RAY_ADDRESS: {address!r}: {in_brief(err)}; correct it or use --local") from None
 
 
 def _answering_address(settings: Settings) -> str:
-    """The cluster's address, once its head has answered there. Raises ExecutorError."""
+    """The cluster's address, once its head has answered there. Raises UserError."""
     address = _address(settings)
     if address.startswith("ray://"):
-        raise ExecutorError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
+        raise UserError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
     if not listens(address):
         raise _unreachable(address)
     if not answers(address):
-        raise ExecutorError(
+        raise UserError(
             f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
             "correct it, restart the cluster or use --local"
         )
     if node := frozen_node(address):
-        raise ExecutorError(
+        raise UserError(
             f"NSA_RAY_ADDRESS: {address!r}: its node on this host (process {node}) answers nothing; restart the "
             "cluster or use --local"
         )
@@ -133,7 +133,7 @@ def _address(settings: Settings) -> str:
     """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
 
     Raises:
-        ExecutorError: none is given, and this user has none on this host.
+        UserError: none is given, and this user has none on this host.
     """
     inherited = os.environ.get("RAY_ADDRESS", "")
     if inherited.startswith("http"):  # the job server's address, for `ray job` only
@@ -170,8 +170,8 @@ def _own_sigterm() -> Iterator[Callable[[], None]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _unreachable(address: str) -> ExecutorError:
-    return ExecutorError(
+def _unreachable(address: str) -> UserError:
+    return UserError(
         f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
     )
 

@@ -37,26 +37,22 @@ os._exit(not any(future.done() for future in ready))
 """
 
 
-class FolderError(UserError):
-    """The cluster's folder cannot be kept from other users. One line: folder, mistake, fix."""
-
-
 def folder_of_a_new_cluster(settings: Settings) -> Path:
     """The folder to start a cluster in; its parent is made, for this user alone.
 
     Raises:
-        FolderError: another user has taken its place, or it cannot be made.
+        UserError: another user has taken its place, or it cannot be made.
     """
     private = _private_folder(settings)
     try:
         private.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(private):
-            raise FolderError(
+            raise UserError(
                 f"RAY_TMPDIR: '{private}': belongs to another user or is no folder; set it to a folder of your own"
             )
         private.chmod(0o700)
     except OSError as err:
-        raise FolderError(
+        raise UserError(
             f"RAY_TMPDIR: '{private}': cannot be made ({err.strerror}); set it to a folder of your own"
         ) from None
     return private / "r"

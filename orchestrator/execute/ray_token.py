@@ -19,10 +19,6 @@ _MODE = "RAY_AUTH_MODE"
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
 
-class TokenError(UserError):
-    """A token that cannot be used, or not be kept from others. One line: file, mistake, fix."""
-
-
 def is_enabled() -> bool:
     """Whether a new cluster asks for the token: yes, unless RAY_AUTH_MODE says otherwise."""
     return os.environ.get(_MODE, "token").strip().lower() == "token"
@@ -37,7 +33,7 @@ def token_file() -> Path | None:
     try:
         return Path.home() / ".ray" / "auth_token"
     except RuntimeError:
-        raise TokenError(f"{_PATH}: is not set, and this user has no home; set it to a file of your own") from None
+        raise UserError(f"{_PATH}: is not set, and this user has no home; set it to a file of your own") from None
 
 
 def send_it() -> None:
@@ -47,7 +43,7 @@ def send_it() -> None:
     """
     if _MODE in os.environ:
         return
-    with contextlib.suppress(TokenError):
+    with contextlib.suppress(UserError):
         path = token_file()
         if path is None or _is_there(path):
             os.environ[_MODE] = "token"
@@ -57,7 +53,7 @@ def environment_of_a_cluster() -> dict[str, str]:
     """The variables by which a new cluster and its jobs find the token, which is made if there is none yet.
 
     Raises:
-        TokenError: the file cannot be made or read, is empty, or another user owns it.
+        UserError: the file cannot be made or read, is empty, or another user owns it.
     """
     if not is_enabled():
         return {}
@@ -96,7 +92,7 @@ def _make(path: Path) -> None:
         finally:
             os.unlink(draft)
     except OSError as err:
-        raise TokenError(
+        raise UserError(
             f"{_PATH}: '{path}': the token cannot be written ({err.strerror}); set it to a file of your own"
         ) from None
 
@@ -110,8 +106,8 @@ def _keep_private(path: Path) -> None:
             if status.st_uid == os.geteuid() and status.st_mode & 0o077:
                 os.fchmod(file.fileno(), 0o600)  # `ray get-auth-token --generate` leaves it readable by all
     except OSError as err:
-        raise TokenError(f"{_PATH}: '{path}': cannot be read ({err.strerror}); set it to a file of your own") from None
+        raise UserError(f"{_PATH}: '{path}': cannot be read ({err.strerror}); set it to a file of your own") from None
     if status.st_uid not in (os.geteuid(), 0):
-        raise TokenError(f"{_PATH}: '{path}': another user owns this token; set it to a file of your own")
+        raise UserError(f"{_PATH}: '{path}': another user owns this token; set it to a file of your own")
     if empty:
-        raise TokenError(f"{_PATH}: '{path}': is empty; remove it, and `nsa up` writes a new token")
+        raise UserError(f"{_PATH}: '{path}': is empty; remove it, and `nsa up` writes a new token")

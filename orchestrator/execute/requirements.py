@@ -18,15 +18,12 @@ from jobs.process.post_mortem import describe_exit
 from jobs.process.watch import POLL_S
 from jobs.schema.point import Machine
 from jobs.specs.environments import env_text
+from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import ANSWER, process_variables
 from orchestrator.messages import Requirements
 
 _NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _LACKS = re.compile(r"No module named '([^'.]+)")
-
-
-class ProbeError(RuntimeError):
-    """The machine could not be probed; the text is the process's message."""
 
 
 def probe(
@@ -43,7 +40,7 @@ def probe(
         gpus, env, python: the process's.
 
     Raises:
-        ProbeError: the probe failed in the process, or that died or did not answer.
+        UserError: the probe failed in the process, or that died or did not answer.
         OSError: the interpreter cannot be started.
     """
     child = Child(ANSWER, env={**process_variables(1, gpus), **(env or {})}, python=python)
@@ -57,11 +54,11 @@ def probe(
                     case ProbedMachine():
                         return event
                     case Failure(reason=reason):
-                        raise ProbeError(reason.removeprefix("ValueError: "))
+                        raise UserError(reason.removeprefix("ValueError: "))
             if not alive:
                 reason = describe_exit(child.kill())
-                raise ProbeError(f"{reason}: {printed}" if (printed := child.tail().strip()) else reason)
-        raise ProbeError(f"no answer within {timeout_s:.0f} s")
+                raise UserError(f"{reason}: {printed}" if (printed := child.tail().strip()) else reason)
+        raise UserError(f"no answer within {timeout_s:.0f} s")
     finally:
         child.discard()
 
@@ -87,7 +84,7 @@ def lacking(required: Requirements) -> list[str]:
     for python in filter(None, () if mistakes else required.pythons):
         try:
             _Interpreter(required, "cpu", "", python).check({})
-        except ProbeError as err:
+        except UserError as err:
             mistakes.append(str(err))
     return mistakes
 
@@ -99,7 +96,7 @@ def check(required: Requirements, gpus: str | None = None) -> dict[str | None, M
         gpus: the processes' CUDA_VISIBLE_DEVICES; None keeps this process's.
 
     Raises:
-        ProbeError: one line for each mistake: field, value, mistake, fix.
+        UserError: one line for each mistake: field, value, mistake, fix.
     """
     mistakes = missing(required)
     machines: dict[str | None, Machine] = {}
@@ -109,7 +106,7 @@ def check(required: Requirements, gpus: str | None = None) -> dict[str | None, M
         try:
             for env in required.envs:
                 interpreter.check(env)
-        except ProbeError as err:
+        except UserError as err:
             mistakes.append(str(err))
             continue
         mistakes += interpreter.mistakes
@@ -117,7 +114,7 @@ def check(required: Requirements, gpus: str | None = None) -> dict[str | None, M
         machines[python] = interpreter.machine
         device = interpreter.machine.device  # all points of a run use the same
     if mistakes:
-        raise ProbeError("\n".join(dict.fromkeys(mistakes)))
+        raise UserError("\n".join(dict.fromkeys(mistakes)))
     return machines
 
 
@@ -134,12 +131,12 @@ class _Interpreter:
     _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
 
     def check(self, env: Mapping[str, str]) -> None:
-        """Note the machine, and the mistakes of the environment. Raises ProbeError if no point can run here at all."""
+        """Note the machine, and the mistakes of the environment. Raises UserError if no point can run here at all."""
         try:
             answer = self._probe(env, tuple(env))
-        except ProbeError as err:
+        except UserError as err:
             if not env:
-                raise ProbeError(self._explained(str(err))) from None
+                raise UserError(self._explained(str(err))) from None
             if self.machine is None:
                 self._must_answer({}, ())  # else it is not the environment's fault
             (name, value), *others = env.items()
@@ -161,17 +158,17 @@ class _Interpreter:
     def _must_answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
         try:
             return self._probe(env, names)
-        except ProbeError as err:
-            raise ProbeError(self._explained(str(err))) from None
+        except UserError as err:
+            raise UserError(self._explained(str(err))) from None
 
     def _probe(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
-        """The answer of a process with this environment. Raises ProbeError with the bare reason."""
+        """The answer of a process with this environment. Raises UserError with the bare reason."""
         kind = self.required.kind if self.python is not None or self.required.versioned else None
         command = Probe(self.device, kind, names, self.required.gpus)
         try:
             answer = probe(command, self.gpus, env=env, python=self.python)
-        except (ProbeError, OSError) as err:
-            raise ProbeError(str(err).strip().splitlines()[-1]) from None
+        except (UserError, OSError) as err:
+            raise UserError(str(err).strip().splitlines()[-1]) from None
         self.machine = self.machine or answer.machine
         return answer
 

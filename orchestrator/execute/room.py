@@ -1,4 +1,4 @@
-"""Room for points on the nodes of a cluster."""
+"""Room for points on this machine or on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jobs.schema.point import Machine
 from jobs.specs.spec import JobSpec
-from orchestrator.execute.executor import MOST_A_CORE, ExecutorError
+from orchestrator.errors import UserError
+
+MOST_A_CORE = 16
+"""Points at a time for each core, however small a share of one they ask for: each is a process, which imports torch."""
 
 _ACCELERATOR = "accelerator_type:"
+
+
+def gpus_per_point(spec: JobSpec, machine: Machine) -> float:
+    """GPUs for each point: the spec's num_gpus, else 1 on a CUDA device and 0 on a CPU."""
+    num_gpus = spec.resources.num_gpus
+    return num_gpus if num_gpus is not None else float(machine.device == "cuda")
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
         nodes: Ray resources of each node: name -> amount.
 
     Raises:
-        ExecutorError: names the lacking resource and the available amount.
+        UserError: names the lacking resource and the available amount.
     """
     cpus, card_type, errors = spec.resources.num_cpus, spec.resources.accelerator_type, []
     types = sorted({name for node in nodes for name in card_types(node)})
@@ -79,22 +89,20 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
             "all; ask for less"
         )
     if errors:
-        raise ExecutorError("\n".join(errors))
+        raise UserError("\n".join(errors))
 
 
 def check_room(share: Share, nodes: Sequence[Mapping[str, float]]) -> None:
     """Check that the nodes, free or busy, have room for a point whose share is settled.
 
     Raises:
-        ExecutorError: says what they lack.
+        UserError: says what they lack.
     """
     if share.points(nodes):
         return
     if share.ranks > 1:
-        raise ExecutorError("\n".join(_lacks_of_ranks(share, share.ranks * share.cpus, nodes)))
-    raise ExecutorError(
-        f"no node of the cluster has the {_amounts(share)}{_on_type(share)} that a point is planned for"
-    )
+        raise UserError("\n".join(_lacks_of_ranks(share, share.ranks * share.cpus, nodes)))
+    raise UserError(f"no node of the cluster has the {_amounts(share)}{_on_type(share)} that a point is planned for")
 
 
 def _lacks_of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:

@@ -19,10 +19,6 @@ SUFFIXES = (".csv", ".mako", ".py", ".sql", ".svg", ".yaml")  # of sources and p
 _ELSEWHERE = "put it on storage that all workers share and give its absolute path"
 
 
-class UploadError(UserError):
-    """A file that cannot be sent with the job. One line: field, value, fix."""
-
-
 @dataclass(frozen=True)
 class Upload:
     """Files to send.
@@ -41,7 +37,7 @@ class Upload:
         Equal files give equal bytes, so that Ray keeps one copy of an upload that is submitted again.
 
         Raises:
-            UploadError: a file cannot be read.
+            UserError: a file cannot be read.
         """
         with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, source in sorted(self.files.items()):
@@ -65,7 +61,7 @@ def collect(spec: JobSpec, spec_file: Path | None = None) -> Upload:
         spec_file: file that `spec` was read from; None if the job does not read it.
 
     Raises:
-        UploadError: a file leads out of the current folder or cannot be read, or all of them are too large.
+        UserError: a file leads out of the current folder or cannot be read, or all of them are too large.
     """
     here = Path.cwd()
     files = dict(sources()) if installation() is Installation.CHECKOUT else {}
@@ -91,24 +87,24 @@ def sources(root: Path = SOURCES) -> Iterator[tuple[str, Path]]:
 
 
 def _named(field: str, path: Path, here: Path) -> list[Path]:
-    """Files at or below a relative path of a spec, relative to `here`. Raises UploadError."""
+    """Files at or below a relative path of a spec, relative to `here`. Raises UserError."""
     if ".." in path.parts:
-        raise UploadError(f"{field}: {str(path)!r}: leads out of the folder that is sent; {_ELSEWHERE}")
+        raise UserError(f"{field}: {str(path)!r}: leads out of the folder that is sent; {_ELSEWHERE}")
     if not os.path.exists(here / path):  # Path.exists raises for a path that is too long
-        raise UploadError(f"{field}: {str(path)!r}: there is no such file in {here}; correct it, or {_ELSEWHERE}")
+        raise UserError(f"{field}: {str(path)!r}: there is no such file in {here}; correct it, or {_ELSEWHERE}")
     files = list(_below(field, path, here, ()))
     if not files:
-        raise UploadError(f"{field}: {str(path)!r}: holds no files; name a file, or a folder with some")
+        raise UserError(f"{field}: {str(path)!r}: holds no files; name a file, or a folder with some")
     return files
 
 
 def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
-    """Files at or below `path`; links are followed within `here`. Raises UploadError."""
+    """Files at or below `path`; links are followed within `here`. Raises UserError."""
     real = Path(os.path.realpath(here / path))
     if not real.is_relative_to(here.resolve()):
-        raise UploadError(f"{field}: {str(path)!r}: is a link to {real}, out of the folder that is sent; {_ELSEWHERE}")
+        raise UserError(f"{field}: {str(path)!r}: is a link to {real}, out of the folder that is sent; {_ELSEWHERE}")
     if real in parents:
-        raise UploadError(f"{field}: {str(path)!r}: is a link to a folder that holds it; remove the link")
+        raise UserError(f"{field}: {str(path)!r}: is a link to a folder that holds it; remove the link")
     if real.is_dir():
         try:
             names = sorted(os.listdir(here / path))
@@ -119,22 +115,20 @@ def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Ite
     elif real.is_file():
         yield path
     else:
-        raise UploadError(f"{field}: {str(path)!r}: is neither a file nor a folder; remove it, or name another folder")
+        raise UserError(f"{field}: {str(path)!r}: is neither a file nor a folder; remove it, or name another folder")
 
 
 def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:
-    """Add a file under a name and return the name. Raises UploadError if Ray could not unpack it there."""
+    """Add a file under a name and return the name. Raises UserError if Ray could not unpack it there."""
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise UploadError(f"{field}: {name!r}: its name is not UTF-8; rename it") from None
+        raise UserError(f"{field}: {name!r}: its name is not UTF-8; rename it") from None
     if "\\" in name or ntpath.splitdrive(name)[0]:
-        raise UploadError(f"{field}: {name!r}: Ray does not unpack names with a backslash or a drive; rename it")
+        raise UserError(f"{field}: {name!r}: Ray does not unpack names with a backslash or a drive; rename it")
     other = files.setdefault(name, source)
     if other is not source and not other.samefile(source):
-        raise UploadError(
-            f"{field}: {name!r}: would replace {other} of the package; move it to a folder of another name"
-        )
+        raise UserError(f"{field}: {name!r}: would replace {other} of the package; move it to a folder of another name")
     return name
 
 
@@ -147,12 +141,12 @@ def _check_size(files: Mapping[str, Path], here: Path) -> None:
             raise _unreadable("upload", source, err) from None
     if (total := sum(sizes.values())) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
-        raise UploadError(
+        raise UserError(
             f"upload: {total / 2**20:.0f} MiB in {len(files)} files from {here}, the largest {largest!r}: "
             f"at most {LIMIT // 2**20} MiB are sent with a job; put large data on storage that all workers share, and "
             "give its absolute path in the spec"
         )
 
 
-def _unreadable(field: str, path: Path, err: OSError) -> UploadError:
-    return UploadError(f"{field}: {str(path)!r}: cannot be read ({err.strerror}); make it readable")
+def _unreadable(field: str, path: Path, err: OSError) -> UserError:
+    return UserError(f"{field}: {str(path)!r}: cannot be read ({err.strerror}); make it readable")

@@ -27,8 +27,7 @@ from jobs.specs.kinds import kind_module, own_axes
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
-from orchestrator.errors import UserError
-from orchestrator.execute.executor import Executor, ExecutorGone
+from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.report import summary
 from orchestrator.run import plan, resume
@@ -37,7 +36,7 @@ from orchestrator.run.order import Order, read_order
 from orchestrator.run.progress import LogWatcher, watcher
 from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.refusal import never_began, record_refusal, store_refused
-from orchestrator.run.scheduler import Scheduler
+from orchestrator.run.scheduler import Executor, Scheduler
 from orchestrator.settings import Settings
 from orchestrator.store.journal import NAME, Journal, JournalFull
 from orchestrator.store.records import EventRecord, PointRecord, RunRecord

@@ -8,8 +8,8 @@ from jobs.hardware.machine import probe
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.specs.spec import JobSpec
+from orchestrator.errors import UserError
 from orchestrator.execute import requirements
-from orchestrator.execute.executor import ExecutorError
 from orchestrator.messages import Requirements
 from orchestrator.terminal import say
 
@@ -24,11 +24,11 @@ def print_points(spec: JobSpec, *, local: bool = False) -> None:
 
     Raises:
         SpecError: the points cannot run on such a machine.
-        ExecutorError: files or interpreters are missing, in the words of the run.
+        UserError: files or interpreters are missing, in the words of the run.
     """
     wanted = Requirements.of(spec)
     if local and (faults := requirements.missing(wanted)):
-        raise ExecutorError("\n".join(faults))
+        raise UserError("\n".join(faults))
     note = ""
     try:
         machine = probe(spec.device)

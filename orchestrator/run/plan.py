@@ -23,11 +23,6 @@ from orchestrator.store.records import (
     now,
 )
 
-
-class PlanError(UserError):
-    """A run that cannot be planned. One line a mistake: field, value, fix."""
-
-
 Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
 """Points that follow from those that have ended (JobSpec.all_next_points)."""
 
@@ -256,13 +251,13 @@ def resumed_plan(
         again: measure failed points again, too.
 
     Raises:
-        PlanError: the run's points differ from the spec's points on this machine.
+        UserError: the run's points differ from the spec's points on this machine.
     """
     if not old.points:  # the run ended before its first point was planned
         return new_plan(run, points, machines, further)
     labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]
     if labels != [point.label for point in points]:
-        raise PlanError(
+        raise UserError(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )
     plan = Plan(run, machines, further, old, again=again)

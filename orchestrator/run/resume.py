@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import Origin
+from orchestrator.errors import UserError
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Place
 from orchestrator.run import plan
-from orchestrator.run.plan import History, PlanError
+from orchestrator.run.plan import History
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError
 from orchestrator.store.records import ArtifactRecord, EventRecord, Record, RunRecord
@@ -29,21 +30,21 @@ def begun(run_id: str, artifacts: Path) -> RunRecord:
     """The latest beginning of a run, from its journal in a folder of runs.
 
     Raises:
-        PlanError: it has no journal there, or was not measured here. JournalError: the journal is damaged.
+        UserError: it has no journal there, or was not measured here. JournalError: the journal is damaged.
     """
     path = artifacts / run_id / journal.NAME
     if not _RUN_ID.fullmatch(run_id) or not os.path.isfile(path):  # Path.is_file raises for a long name
         latest = sorted(entry.parent.name for entry in artifacts.glob(f"*/{journal.NAME}"))[-3:]
         known = f"the latest there are {', '.join(latest)}" if latest else "there is none yet"
-        raise PlanError(
+        raise UserError(
             f"--resume: {run_id!r}: no journal of this run in {artifacts}; {known}; if the database has the run, "
             f"restore its journal first: nsa export {run_id} --journal"
         )
     history = _history(path)
     if history.run.origin is not Origin.MEASURED:
-        raise PlanError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
+        raise UserError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
     if not history.run.spec:
-        raise PlanError(f"--resume: {run_id!r}: its order was refused, it has nothing to go on with; submit a new run")
+        raise UserError(f"--resume: {run_id!r}: its order was refused, it has nothing to go on with; submit a new run")
     return history.run
 
 
@@ -52,7 +53,7 @@ def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
     """The journal in a run's folder, locked, and the history that it has.
 
     Raises:
-        PlanError: it ends before the run began.
+        UserError: it ends before the run began.
         JournalError: it is damaged, another run's, or being written by another process.
     """
     path = folder / journal.NAME
@@ -68,12 +69,12 @@ def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
 def _history(path: Path) -> History:
     history = plan.history(journal.read(path))
     if history is None:
-        raise PlanError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")
+        raise UserError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")
     return history
 
 
 def check_complete(store: Store, history: History) -> None:
-    """Raise PlanError if the database has more of a run than its journal: new results would have the numbers of old."""
+    """Raise UserError if the database has more of a run than its journal: new results would have the numbers of old."""
     from orchestrator.store import queries  # needs SQLAlchemy, without which a run has only its journal
 
     run_id = history.run.run_id
@@ -82,7 +83,7 @@ def check_complete(store: Store, history: History) -> None:
     lacking = sum(number > known.get(point_id, 0) for point_id, number in attempts.items())
     if resumed > history.run.resumed or lacking:
         store.end_lease(run_id)
-        raise PlanError(
+        raise UserError(
             f"--resume: {run_id!r}: its journal is older than what {store.name} has of the run ({resumed} resumptions, "
             f"the journal {history.run.resumed}; newer attempts at {lacking} points); bring the newest journal here, "
             f"or move this one away and write it again from the database: nsa export {run_id} --journal"

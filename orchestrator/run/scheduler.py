@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from jobs.schema.point import Point
+from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
+from orchestrator.errors import ExecutorGone
 from orchestrator.execute.artifacts import Visibility
-from orchestrator.execute.executor import BatchEnded, Executor, ExecutorGone
-from orchestrator.messages import Assignment, Conditions, Progress, Series, Update
+from orchestrator.messages import Assignment, BatchEnded, Conditions, Progress, Series, Update
 from orchestrator.run.plan import fails
+from orchestrator.run.progress import LogWatcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.store.records import (
     ArtifactRecord,
@@ -30,14 +31,32 @@ _POLL_S = 0.2
 _LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered
 
 
-class Watcher(Protocol):
-    """Shows a run to the user while it goes on."""
+class Executor(Protocol):
+    """Runs `supervise` for batches of points, `slots` batches at a time."""
 
-    def started(self, record: StartRecord) -> None: ...
-    def progress(self, sign: Progress) -> None: ...
-    def ended(self, outcome: OutcomeRecord) -> None: ...
-    def noted(self, event: EventRecord) -> None: ...
-    def tell(self, message: str) -> None: ...
+    def probe(self) -> Mapping[str | None, Machine]:
+        """The machine that the points will use, as each interpreter of the spec finds it; waits until a slot is free.
+
+        Raises:
+            UserError: a path, interpreter or environment of the spec cannot be used there.
+        """
+        ...
+
+    def slots(self, machine: Machine) -> int:
+        """The number of batches that run at a time."""
+        ...
+
+    def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        """Start a batch; `batch` is the caller's number for it."""
+        ...
+
+    def poll(self, timeout: float) -> Sequence[tuple[int, Update | BatchEnded]]:
+        """New updates, with their batches' numbers; waits up to `timeout` seconds for the first."""
+        ...
+
+    def cancel(self) -> None:
+        """End all batches, their processes included; returns within about two seconds beyond the points' grace."""
+        ...
 
 
 class Scheduler:
@@ -59,7 +78,7 @@ class Scheduler:
         self,
         executor: Executor,
         recorder: Recorder,
-        watcher: Watcher,
+        watcher: LogWatcher,
         conditions: Conditions,
         *,
         slots: int,

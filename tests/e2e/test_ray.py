@@ -243,7 +243,6 @@ from dataclasses import replace
 from pathlib import Path
 from jobs.specs.load import load_spec
 from orchestrator.messages import Requirements
-from orchestrator.execute.executor import ExecutorError
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.settings import load_settings
 spec = load_spec(Path("jobs/configs/drill.yaml"), ["resources={num_gpus: 1, num_cpus: 3}"])
@@ -252,7 +251,7 @@ wanted = replace(Requirements.of(spec), paths={"data.path": "jobs"})
 executor._check_nodes(wanted, 1, checked="none of them")  # the working directory of the nodes has it
 try:
     executor._check_nodes(replace(wanted, paths={"data.path": "/no/data"}), 1, checked="none of them")
-except ExecutorError as err:
+except UserError as err:
     print(err)
 """
 

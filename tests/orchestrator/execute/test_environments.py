@@ -17,8 +17,8 @@ from supervised import Ended, supervised
 from jobs.schema.point import Point
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
+from orchestrator.errors import UserError
 from orchestrator.execute import gpu_release, requirements
-from orchestrator.execute.requirements import ProbeError
 from orchestrator.messages import Conditions, Requirements
 
 KINDS = Path(__file__).parents[1] / "kinds"
@@ -122,7 +122,7 @@ def test_settings_without_effect_are_refused_by_name(monkeypatch: pytest.MonkeyP
     code = "import torch; print(torch.backends.cpu.get_cpu_capability().lower())"
     default = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     env = {"ATEN_CPU_CAPABILITY": default, "OWN_VARIABLE": "is passed", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    with pytest.raises(ProbeError) as caught:
+    with pytest.raises(UserError) as caught:
         requirements.check(wants(envs=[env]))
     same, allocator = str(caught.value).splitlines()
     assert same.startswith(f"env.ATEN_CPU_CAPABILITY: {default!r}: has no effect on node ")
@@ -131,7 +131,7 @@ def test_settings_without_effect_are_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def test_a_value_that_pytorch_rejects_is_named() -> None:
-    with pytest.raises(ProbeError) as caught:
+    with pytest.raises(UserError) as caught:
         requirements.check(wants(envs=[{}, {"TORCH_LOGS": "no-such-log"}]))
     assert re.fullmatch(
         r"env\.TORCH_LOGS: 'no-such-log': a process with it fails on node \S+ \(.+\); mend it", str(caught.value)
@@ -147,7 +147,7 @@ def test_each_interpreter_describes_the_machine_with_its_own_packages(other: str
 
 def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: str) -> None:
     with pytest.raises(
-        ProbeError, match=rf"^python: '{bare}': lacks the package \w+ on node .*; install it with {bare}"
+        UserError, match=rf"^python: '{bare}': lacks the package \w+ on node .*; install it with {bare}"
     ):
         requirements.check(wants(pythons=(bare,)))
 
@@ -160,12 +160,10 @@ def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
 
 def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:
     def killed(*args, **options):
-        raise ProbeError("killed by SIGKILL")
+        raise UserError("killed by SIGKILL")
 
     monkeypatch.setattr(requirements, "probe", killed)
-    with pytest.raises(
-        ProbeError, match=r"^device: 'cpu': cannot be looked at on node \S+: killed by SIGKILL; .*again"
-    ):
+    with pytest.raises(UserError, match=r"^device: 'cpu': cannot be looked at on node \S+: killed by SIGKILL; .*again"):
         requirements.check(wants(pythons=(None,)))
 
 
@@ -185,7 +183,7 @@ def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monk
         f"python: '{tmp_path}': is not a program that may be run",
     ]
     with pytest.raises(
-        ProbeError, match=r"^data\.path: 'gone': does not exist on node .*; put it there, or give a path"
+        UserError, match=r"^data\.path: 'gone': does not exist on node .*; put it there, or give a path"
     ):
         requirements.check(wants(paths={"data.path": "gone"}))
 

@@ -9,8 +9,8 @@ import pytest
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from orchestrator.execute import local
-from orchestrator.execute.executor import MOST_A_CORE
 from orchestrator.execute.local import LocalExecutor
+from orchestrator.execute.room import MOST_A_CORE
 
 CPU = Machine("cpu", "test processor", 8 << 30, {"torch": "0"})
 

@@ -20,8 +20,9 @@ from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
+from orchestrator.errors import UserError
 from orchestrator.execute import gpu_release, supervisor
-from orchestrator.execute.requirements import ProbeError, probe
+from orchestrator.execute.requirements import probe
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
@@ -262,7 +263,7 @@ def test_the_probe_runs_in_a_child() -> None:
 
 
 def test_probing_for_a_missing_gpu_is_an_error() -> None:
-    with pytest.raises(ProbeError, match="no CUDA device is visible"):
+    with pytest.raises(UserError, match="no CUDA device is visible"):
         probe(messages.Probe("cuda"), gpus="")
 
 

@@ -11,8 +11,9 @@ import pytest
 from ray._private.runtime_env.packaging import get_uri_for_directory
 
 from jobs.specs.load import load_spec
+from orchestrator.errors import UserError
 from orchestrator.execute import upload
-from orchestrator.execute.upload import UploadError, collect
+from orchestrator.execute.upload import collect
 from orchestrator.provenance import code_hash
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -133,21 +134,21 @@ def _link(here: Path, target: str) -> None:
 def test_paths_that_cannot_be_sent_are_refused_by_name(train: Train, here: Path, prepare, path, message) -> None:
     if prepare is not None:
         prepare(here)
-    with pytest.raises(UploadError, match=message):
+    with pytest.raises(UserError, match=message):
         train(path)
 
 
 def test_a_file_may_not_take_the_place_of_a_source(train: Train, here: Path) -> None:
     (here / "jobs").mkdir()
     (here / "jobs" / "train.py").write_text("raise SystemExit")
-    with pytest.raises(UploadError, match=r"data.path: 'jobs/train.py': would replace .*train.py of the package"):
+    with pytest.raises(UserError, match=r"data.path: 'jobs/train.py': would replace .*train.py of the package"):
         train("jobs")
 
 
 def test_an_upload_beyond_the_limit_names_the_largest_file_and_the_fix(train: Train, here: Path) -> None:
     with (here / "corpus" / "large.bin").open("wb") as file:
         file.truncate(upload.LIMIT)
-    with pytest.raises(UploadError, match=r"the largest 'corpus/large.bin': at most 100 MiB .* absolute path in the s"):
+    with pytest.raises(UserError, match=r"the largest 'corpus/large.bin': at most 100 MiB .* absolute path in the s"):
         train("corpus")
 
 

@@ -10,8 +10,7 @@ import pytest
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
-from orchestrator.execute.executor import MOST_A_CORE
-from orchestrator.execute.room import Share
+from orchestrator.execute.room import MOST_A_CORE, Share
 from orchestrator.run import plan
 from orchestrator.run.plan import History
 from orchestrator.run.progress import TerminalWatcher

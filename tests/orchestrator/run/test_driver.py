@@ -20,7 +20,7 @@ from processes import descendants
 from quick_driver import COMMAND
 
 from jobs.schema.states import PointState
-from orchestrator.execute.executor import ExecutorGone
+from orchestrator.errors import ExecutorGone
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.run import driver
 from orchestrator.store import Store, StoreUnavailable, importer, journal, queries

@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.errors import UserError
 from orchestrator.execute import ray_folder, ray_token
-from orchestrator.execute.ray_folder import FolderError
-from orchestrator.execute.ray_token import TokenError
 from orchestrator.settings import Settings
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -87,13 +86,13 @@ def _given_away(path: Path) -> None:
 def test_a_token_of_no_use_is_named(token: Path, spoil: Callable[[Path], None], said: str) -> None:
     token.parent.mkdir()
     spoil(token)
-    with pytest.raises(TokenError, match=rf"^RAY_AUTH_TOKEN_PATH: '{token}': {said}"):
+    with pytest.raises(UserError, match=rf"^RAY_AUTH_TOKEN_PATH: '{token}': {said}"):
         ray_token.environment_of_a_cluster()
 
 
 def test_a_home_that_cannot_be_written_is_named(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
-    with pytest.raises(TokenError, match=r"^RAY_AUTH_TOKEN_PATH: '/proc/.ray/auth_token': the token cannot be written"):
+    with pytest.raises(UserError, match=r"^RAY_AUTH_TOKEN_PATH: '/proc/.ray/auth_token': the token cannot be written"):
         ray_token.environment_of_a_cluster()
 
 
@@ -110,7 +109,7 @@ def test_a_folder_that_another_user_put_there_is_neither_used_nor_believed(
         assert ray_folder.local_address(settings) == address
         os.chown(inside.parent, 65534, 65534)
         assert ray_folder.local_address(settings) is None
-    with pytest.raises(FolderError, match=r"^RAY_TMPDIR: '.*': belongs to another user"):
+    with pytest.raises(UserError, match=r"^RAY_TMPDIR: '.*': belongs to another user"):
         ray_folder.folder_of_a_new_cluster(settings)
 
 
@@ -121,7 +120,7 @@ def test_a_link_in_the_folders_place_is_refused(tmp_path: Path, monkeypatch: pyt
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     private.rmdir()
     private.symlink_to(tmp_path)
-    with pytest.raises(FolderError, match="belongs to another user or is no folder"):
+    with pytest.raises(UserError, match="belongs to another user or is no folder"):
         ray_folder.folder_of_a_new_cluster(settings)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.specs.load import parse_spec
-from orchestrator.execute.executor import ExecutorError
+from orchestrator.errors import UserError
 from orchestrator.execute.ray_cluster import _check_interpreters
 from orchestrator.execute.room import Share, check_resources
 
@@ -59,7 +59,7 @@ def test_ranks_of_a_point_may_be_on_several_nodes_and_are_counted_whole() -> Non
     ],
 )
 def test_what_a_cluster_lacks_is_told(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ExecutorError) as caught:
+    with pytest.raises(UserError) as caught:
         check_resources(_spec(**changes), TWO_HOSTS)
     assert str(caught.value) == message
 
@@ -69,6 +69,6 @@ def test_ranks_that_fit_on_all_nodes_together_are_accepted() -> None:
 
 
 def test_ranks_on_a_cluster_have_the_interpreter_of_its_workers() -> None:
-    with pytest.raises(ExecutorError, match=r"^python: '/opt/other/bin/python': on a cluster, ranks run under"):
+    with pytest.raises(UserError, match=r"^python: '/opt/other/bin/python': on a cluster, ranks run under"):
         _check_interpreters(_spec(ranks=2, python=[None, "/opt/other/bin/python"]))
     _check_interpreters(_spec(python="/opt/other/bin/python"))

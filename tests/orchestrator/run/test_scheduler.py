@@ -14,9 +14,9 @@ import pytest
 from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
+from orchestrator.errors import ExecutorGone
 from orchestrator.execute.artifacts import ArtifactStore
-from orchestrator.execute.executor import BatchEnded, ExecutorGone
-from orchestrator.messages import Assignment, Conditions
+from orchestrator.messages import Assignment, BatchEnded, Conditions
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.store import journal

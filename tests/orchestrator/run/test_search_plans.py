@@ -9,6 +9,7 @@ import pytest
 from jobs.schema.point import Conclusion, EndedPoint, Machine, Metric, Point
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState
+from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
 from orchestrator.run import plan
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
@@ -102,5 +103,5 @@ def test_other_points_than_the_runs_are_refused() -> None:
     old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
     assert old is not None
     for points in ([_size(1)], [_size(number) for number in range(9)]):
-        with pytest.raises(plan.PlanError, match="its points differ from the spec's points"):
+        with pytest.raises(UserError, match="its points differ from the spec's points"):
             plan.resumed_plan(RUN, points, CPU, old, _further, again=False)

@@ -26,10 +26,11 @@ from jobs.specs.load import parse_spec
 from orchestrator.background import BackgroundCall
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
+from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_cluster, ray_connection, ray_folder
-from orchestrator.execute.executor import BatchEnded, ExecutorError, ExecutorGone
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_connection import ClusterWatch
+from orchestrator.messages import BatchEnded
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, history, importer, journal, queries
@@ -97,7 +98,7 @@ def test_a_job_that_waits_for_room_is_a_pending_run(home, spec, waits, tmp_path,
     assert driver.main(["--local", "--resume", run["run_id"]]) == 0
 
 
-@pytest.mark.parametrize("err", [ExecutorError("resources.num_gpus: 8: no node has more"), ExecutorGone("went away")])
+@pytest.mark.parametrize("err", [UserError("resources.num_gpus: 8: no node has more"), ExecutorGone("went away")])
 def test_a_job_that_fails_before_its_first_point_says_why(home, spec, waits, err) -> None:
     waits(lambda: fail(err))
     assert driver.main([str(spec("pass")), "--local"]) in (1, 2)
@@ -375,7 +376,7 @@ def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> No
     waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert driver.main(["--local", "--resume", run_id]) == 130
     assert only_run(home)["state"] == "done"
-    waits(lambda: fail(ExecutorError("resources.num_gpus: 8: no node has more")))
+    waits(lambda: fail(UserError("resources.num_gpus: 8: no node has more")))
     assert driver.main(["--local", "--resume", run_id]) == 2
     assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
 
