@@ -6,10 +6,12 @@ other on one device, with the same weights and tokens. Each is compared with the
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,20 +25,16 @@ from jobs.measure.call import TimingSpec, measure_call
 from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingPlan
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
+from jobs.process import messages
+from jobs.process.child import Child
 from jobs.process.memory_limit import gpu_share
-from jobs.process.trial import Toolchain, run_trial
-from jobs.process.watch import Limits
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
-from jobs.schema.quantities import (
-    AGREEMENT,
-    MEMORY,
-    PEAK_EXTRA_MEMORY,
-    TELEMETRY,
-    TIME,
-    Better,
-    Quantity,
-    Role,
-)
+from jobs.process.messages import Measured, MeasurePoint
+from jobs.process.reporter import ProcessReporter
+from jobs.process.watch import DeadlineWatch, Limits
+from jobs.process.worker import Channel
+from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
+from jobs.schema.states import PointState
 from jobs.specs.environments import env_text
 from jobs.specs.fields import torch_dtype
 from jobs.specs.spec import Strict
@@ -75,23 +73,27 @@ class ToleranceSpec(Strict):
     memory_percent: float = Field(default=2, gt=0, le=10**4, description="of the peak beyond the inputs")
 
 
+@dataclass(frozen=True)
+class Toolchain:
+    """An interpreter, None: the point's own, and the environment variables that are set for it."""
+
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 class Case(PassCase):
     """A pass under two toolchains; `tolerance.outputs` is given.
 
     Attributes:
         versions: of the second toolchain's interpreter, a part of the key: the first's are already.
         settings: names of the variables that the spec sets.
-        inputs, outputs: files of one try (`try_pass`), which measures under one of the toolchains.
     """
 
     timing: TimingPlan
     tolerance: ToleranceSpec
-    limits: Limits
     settings: list[str]
     toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
     versions: Mapping[str, str] = {}
-    inputs: str = ""
-    outputs: str = ""
 
     def toolchain_name(self, number: int) -> str:
         """The first (1) or second (2) toolchain in words."""
@@ -138,7 +140,6 @@ class Spec(PassSpec):
             Case,
             timing=self.timing.plan,
             tolerance=self.tolerance.model_copy(update={"outputs": outputs}),
-            limits=Limits(self.deadlines.startup_s, self.deadlines.heartbeat_s, self.deadlines.point_s),
             settings=self.settings,
         )
 
@@ -155,7 +156,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """Run the pass under both toolchains and compare them.
 
     Raises:
-        ToolchainFailed: it hangs, dies or raises under one of them, or disagrees with the oracle there.
+        ToolchainFailed: it dies or raises under one of them, or disagrees with the oracle there.
         OutputsDiffer: its outputs are not the same.
         MemoryError: memory ran out under one of them.
     """
@@ -164,15 +165,14 @@ def measure(case: Case, beat: Beat) -> Measurement:
         beat("inputs")
         torch.manual_seed(case.seed)  # made once: generators may differ between versions of PyTorch
         tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1))
-        inputs = {"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}
-        torch.save(inputs, folder / "inputs.pt")
-        first, other = (_run(case, number, folder, beat) for number in (1, 2))
+        torch.save({"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}, folder / "inputs.pt")
+        first, other = (run_under(case, number, folder, beat) for number in (1, 2))
         beat("comparison")
         outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
     metrics = comparison_metrics(first, other, outputs)
     values = {metric.name: metric.value for metric in metrics}
-    found = differences(values, case.tolerance, first["route"], other["route"])
-    files = {f"lock-{number}.txt": lock_file(case, number, run) for number, run in ((1, first), (2, other))}
+    found = differences(values, case.tolerance, first.route, other.route)
+    files = {f"lock-{number}.txt": lock_file(case, number, run.environment) for number, run in ((1, first), (2, other))}
     wrong = _other_outputs(case, outputs)
     files["comparison.txt"] = comparison_table(case, first, other, values, [*([wrong] if wrong else []), *found])
     if wrong:  # an error keeps no files: what explains it is printed
@@ -182,7 +182,8 @@ def measure(case: Case, beat: Beat) -> Measurement:
         reporter(beat).warn(f"{case.toolchain_name(2)} against {case.toolchain_name(1)}: {difference}")
     method = "changes of time and memory beyond the tolerance, and other kernels"
     counted = Metric.of(DIFFERENCES, len(found), method=method)
-    return Measurement((*metrics, counted), other["route"], other["environment"], files)
+    environment = {name: value for name, value in other.environment.items() if name != "distributions"}
+    return Measurement((*metrics, counted), other.route, environment, files)
 
 
 def _other_outputs(case: Case, outputs: Outputs) -> str | None:
@@ -199,31 +200,56 @@ def _other_outputs(case: Case, outputs: Outputs) -> str | None:
     )
 
 
-def _run(case: Case, number: int, folder: Path, beat: Beat) -> Mapping[str, Any]:
-    """Findings of `try_pass` under the first or second toolchain."""
-    name = case.toolchain_name(number)
+def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
+    """Measure the pass under the first (1) or second (2) toolchain, in a process whose deadlines are the point's.
 
-    def told(phase: str, done: int = 0, total: int = 0) -> None:
-        beat(f"{name}: {phase}", done, total)
+    Args:
+        folder: with the inputs; gets the outputs.
+    """
+    name, toolchain = case.toolchain_name(number), case.toolchains[number - 1]
+    config = {
+        "case": case.model_dump(mode="json"),
+        "inputs": str(folder / "inputs.pt"),
+        "outputs": str(folder / f"outputs-{number}.pt"),
+        "gpu_share": gpu_share(case.device),
+    }
+    beat(STARTING)
+    # What it leaves about a failure lies where this process's is looked for.
+    env = {"TMPDIR": tempfile.gettempdir(), **toolchain.env}
+    child = Child("jobs.toolchain:answer", env=env, python=toolchain.python)
+    try:
+        child.send(MeasurePoint("toolchain", config, case.device))
+        watch, ended = DeadlineWatch(child, Limits(math.inf, math.inf, math.inf)), None
+        while ended is None:
+            events, ended = watch.step()
+            for event in events:
+                if isinstance(event, messages.Beat):
+                    beat(f"{name}: {event.phase}", event.done, event.total)
+        if ended.result is not None:
+            return ended.result.measurement
+        print(f"{name}:\n{child.tail()}", file=sys.stderr)
+    finally:
+        child.discard()
+    if ended.state is PointState.OOM:
+        raise MemoryError(f"{name}: {ended.reason}")
+    last = f" (last in phase {watch.phase!r})" if ended.state is PointState.CRASH else ""
+    raise ToolchainFailed(f"{name}: {ended.state}: {ended.reason}{last}")
 
-    files = {"inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
-    order = case.model_copy(update=files).model_dump(mode="json")
-    settings = gpu_share(case.device), case.toolchains[number - 1]
-    trial = run_trial("jobs.toolchain:try_pass", order, case.limits, told, *settings)
-    return trial.needed(name, ToolchainFailed)
 
-
-def try_pass(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
-    """One pass in this process: its outputs to a file; its times, memory, route and packages as JSON.
+def answer(command: MeasurePoint, channel: Channel) -> Measured:
+    """Measure one pass in the process of a toolchain; its outputs go to a file.
 
     Raises:
         WrongResult: the attention disagrees with the oracle.
     """
-    case = Case.model_validate(config)
+    config = command.config
+    case = Case.model_validate(config["case"])
     settings = effective(case.settings)  # before anything else uses CUDA
+    if config["gpu_share"] is not None:
+        torch.cuda.set_per_process_memory_fraction(config["gpu_share"])
 
     def made() -> ModelPass:
-        call, saved = ModelPass(case), _load(Path(case.inputs))
+        call, saved = ModelPass(case), _load(Path(config["inputs"]))
         call.model.load_state_dict(saved["weights"])
         tokens = saved["tokens"].to(call.device)
         call.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
@@ -232,15 +258,16 @@ def try_pass(config: Mapping[str, Any], beat: Beat) -> dict[str, Any]:
     def first_run(call: ModelPass) -> None:
         outputs = {"loss": call.run().detach()}
         outputs |= {f"gradient of {name}": p.grad for name, p in call.model.named_parameters() if p.grad is not None}
-        torch.save({name: x.cpu() for name, x in outputs.items()}, case.outputs)
+        torch.save({name: x.cpu() for name, x in outputs.items()}, config["outputs"])
 
-    measured = measure_call(case, case.check, made, beat, first_run=first_run, timing=case.timing, throughput=None)
-    return {
-        "metrics": [asdict(metric) for metric in measured.metrics],
-        "route": measured.route,
-        "environment": {**measured.environment, "settings": settings},
-        "packages": packages(),
-    }
+    beat = ProcessReporter(channel.send)
+    try:
+        measured = measure_call(case, case.check, made, beat, first_run=first_run, timing=case.timing, throughput=None)
+    except Exception:
+        traceback.print_exc()  # which the point prints, too
+        raise
+    environment = {**measured.environment, "settings": settings, "distributions": packages()}
+    return Measured(replace(measured, environment=environment, files={}))
 
 
 def packages() -> dict[str, str]:
@@ -299,9 +326,9 @@ def differences(
     return found
 
 
-def comparison_metrics(first: Mapping[str, Any], other: Mapping[str, Any], outputs: Outputs) -> list[Metric]:
+def comparison_metrics(first: Measurement, other: Measurement, outputs: Outputs) -> list[Metric]:
     """Metrics of the second toolchain, its changes against the first, and the first's time and memory."""
-    metrics, before = ({each["name"]: _metric(each) for each in run["metrics"]} for run in (other, first))
+    metrics, before = ({metric.name: metric for metric in run.metrics} for run in (other, first))
     time, memory = metrics[TIME.name], metrics[PEAK_EXTRA_MEMORY.name]
     first_memory = before[PEAK_EXTRA_MEMORY.name]
     method = "relative to the first toolchain's, on the same device in the same point"
@@ -318,25 +345,24 @@ def comparison_metrics(first: Mapping[str, Any], other: Mapping[str, Any], outpu
     ]
 
 
-def _metric(stored: Mapping[str, Any]) -> Metric:
-    return Metric(**{**stored, "samples": tuple(stored["samples"])})
+def lock_file(case: Case, number: int, there: Mapping[str, Any]) -> str:
+    """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it.
 
-
-def lock_file(case: Case, number: int, run: Mapping[str, Any]) -> str:
-    """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it."""
-    there = run["environment"]
+    Args:
+        there: environment of the measurement under the toolchain.
+    """
     head = [case.toolchain_name(number), f"Python {there['python']}, {there['interpreter']}", there["platform"]]
     if "cuda" in there:
         head.append(f"CUDA {there['cuda']}, cuDNN {there['cudnn']}, driver {there['gpu'].get('driver', 'unknown')}")
     head += [f"{name} in effect: {value}" for name, value in there["settings"].items()]
-    lines = [f"{name}=={version}" for name, version in run["packages"].items()]
+    lines = [f"{name}=={version}" for name, version in there["distributions"].items()]
     return "\n".join([*(f"# {line}" for line in head), *lines, ""])
 
 
 def comparison_table(
     case: Case,
-    first: Mapping[str, Any],
-    other: Mapping[str, Any],
+    first: Measurement,
+    other: Measurement,
     values: Mapping[str, float],
     found: Sequence[str],
 ) -> str:
@@ -354,7 +380,7 @@ def comparison_table(
         "",
         "packages that differ:",
     ]
-    versions = first["packages"], other["packages"]
+    versions = first.environment["distributions"], other.environment["distributions"]
     for name in sorted({*versions[0], *versions[1]}, key=str.lower):
         before, after = (each.get(name, "none") for each in versions)
         if before != after:

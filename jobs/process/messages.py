@@ -3,7 +3,6 @@
     (start)       -> Ready
     Probe         -> ProbedMachine or Failure
     MeasurePoint  -> Environment, any number of Beat, Samples, RanksStarted, Warned and Note, then Measured or Failure
-    CallFunction  -> any number of Beat, then Returned or Failure
     Explain       -> Explanation, also while a point is measured
 
 Commands go to the process's stdin, events come back on a pipe; stdout and stderr stay free for the work. A rank sends
@@ -92,19 +91,6 @@ class MeasurePoint:
     checkpoints: str | None = None
     key: str = ""
     cluster: Cluster | None = None
-
-
-@dataclass(frozen=True)
-class CallFunction:
-    """Call "module:name" with `config` and a Beat; it returns a mapping for JSON.
-
-    Attributes:
-        gpu_share: share of the GPU's memory that it may use; None: all.
-    """
-
-    function: str
-    config: Mapping[str, Any]
-    gpu_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -223,13 +209,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Returned:
-    """Result of a function."""
-
-    value: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Failure:
     """The command failed in the process, which is still alive.
 
@@ -273,9 +252,9 @@ class RankFailure:
         return cls(rank, type(err).__name__, str(err).strip()[:LONGEST_TEXT])
 
 
-Command = Probe | MeasurePoint | CallFunction | Explain
+Command = Probe | MeasurePoint | Explain
 RankEvent = Beat | Samples | Warned | Note | RankProcess | RankFailure
-Event = RankEvent | Ready | Environment | RanksStarted | ProbedMachine | Measured | Returned | Failure | Explanation
+Event = RankEvent | Ready | Environment | RanksStarted | ProbedMachine | Measured | Failure | Explanation
 Message = Command | Event
 
 _TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from jobs.process.child import Child
-from jobs.process.messages import Beat, Failure, File, Measured, Message, Returned
+from jobs.process.messages import Beat, Failure, File, Measured, Message
 from jobs.process.post_mortem import MemoryWatch, describe_exit
 from jobs.schema.point import STARTING, WAITING
 from jobs.schema.states import PointState
@@ -35,7 +35,7 @@ class Ended:
 
     state: PointState
     reason: str | None = None
-    result: Measured | Returned | None = None
+    result: Measured | None = None
     files: tuple[File, ...] = ()
 
     @property
@@ -72,8 +72,6 @@ class DeadlineWatch:
                     self._last_beat, self.phase = now, phase
                 case Measured(files=files):
                     return events[:number], Ended(PointState.OK, None, event, files)
-                case Returned():
-                    return events[:number], Ended(PointState.OK, None, event)
                 case Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:

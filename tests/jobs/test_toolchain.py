@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,20 @@ from other_interpreters import make_interpreter, own_packages
 from travelling import travelled
 
 from jobs import toolchain
-from jobs.process.trial import Toolchain, Trial
-from jobs.schema.point import Machine, Measurement, Metric, Point
+from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME
-from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
-from jobs.toolchain import OutputsDiffer, ToleranceSpec, ToolchainFailed, compare_outputs, differences, measure
+from jobs.toolchain import (
+    Case,
+    OutputsDiffer,
+    ToleranceSpec,
+    Toolchain,
+    ToolchainFailed,
+    compare_outputs,
+    differences,
+    measure,
+)
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})
 OTHER = Machine("cpu", "test processor", 8 * 2**30, {"torch": "3"})
@@ -106,31 +111,23 @@ def test_a_second_interpreter_and_setting_give_the_same_outputs(
     assert "ATEN_CPU_CAPABILITY in effect: DEFAULT" in str(result.files["lock-2.txt"])
 
 
-def _stub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int, Mapping[str, Any]], Trial]) -> None:
-    """Answer in place of the processes of both toolchains."""
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements in place of the processes of both toolchains, which run different kernels."""
 
-    def run(function: str, config: Mapping[str, Any], limits: Any, beat: Any, share: Any, used: Toolchain) -> Trial:
-        number = 2 if used.env else 1
-        torch.save({"loss": torch.ones(()), "gradient of w": torch.full((4,), 10.0 + number)}, config["outputs"])
-        return answer(number, config)
+    def run(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
+        outputs = {"loss": torch.ones(()), "gradient of w": torch.full((4,), 10.0 + number)}
+        torch.save(outputs, folder / f"outputs-{number}.pt")
+        metrics = Metric.of(TIME, 100.0 * number), Metric.of(PEAK_EXTRA_MEMORY, 100.0 + 10 * number)
+        there = {"python": "3", "interpreter": "/python", "platform": "Linux", "settings": {}}
+        packages = {"torch": f"2.{number}", "numpy": "2.0"}
+        return Measurement(metrics, {"slc": "ab"[number - 1]}, {**there, "distributions": packages})
 
-    monkeypatch.setattr(toolchain, "run_trial", run)
-
-
-def _found(number: int, kernel: str = "a") -> Trial:
-    metrics = [Metric.of(TIME, 100.0 * number), Metric.of(PEAK_EXTRA_MEMORY, 100.0 + 10 * number)]
-    there = {"python": "3", "interpreter": "/python", "platform": "Linux", "settings": {}}
-    found = {
-        "metrics": [asdict(metric) for metric in metrics],
-        "route": {"slc": kernel},
-        "environment": there,
-        "packages": {"torch": f"2.{number}", "numpy": "2.0"},
-    }
-    return Trial(PointState.OK, "", 1.0, json.loads(json.dumps(found)), "")
+    monkeypatch.setattr(toolchain, "run_under", run)
 
 
-def test_differences_beyond_their_tolerance_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    _stub(monkeypatch, lambda number, _: _found(number, "ab"[number - 1]))
+@pytest.mark.usefixtures("measured")
+def test_differences_beyond_their_tolerance_are_named() -> None:
     (point,) = _points(env=[{}, PLAIN], tolerance={"outputs": 0.2, "time_percent": 99, "memory_percent": 5})
     warnings: list[str] = []
     result = _measure(point, warnings)
@@ -146,12 +143,11 @@ def test_differences_beyond_their_tolerance_are_named(monkeypatch: pytest.Monkey
     assert "  torch: 2.1, 2.2" in table
     assert "numpy" not in table
     assert result.route == {"slc": "b"}
+    assert "distributions" not in result.environment
 
 
-def test_other_outputs_are_an_error_that_names_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _stub(monkeypatch, lambda number, _: _found(number))
+@pytest.mark.usefixtures("measured")
+def test_other_outputs_are_an_error_that_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     (point,) = _points(env=[{}, PLAIN], tolerance={"outputs": 0.05})
     with pytest.raises(OutputsDiffer, match=r"toolchain 2 \(ATEN_.*\): 1 of 2 outputs .* gradient of w by 9\.1e-02"):
         _measure(point)
@@ -163,13 +159,21 @@ def test_other_outputs_are_an_error_that_names_them(
     assert "torch==2.2" in printed
 
 
-@pytest.mark.parametrize(("end", "error"), [(PointState.OOM, MemoryError), (PointState.HANG, ToolchainFailed)])
+@pytest.mark.parametrize(
+    ("failed", "error", "reason"),
+    [
+        ("sys.exit(3)", ToolchainFailed, "crash: exited with code 3 and no result"),
+        ("""os.write(int(sys.argv[3]), b'["Failure", {"state": "oom", "reason": "full"}]\\n')""", MemoryError, "full"),
+    ],
+)
 def test_a_toolchain_under_which_the_pass_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch, end: PointState, error: type[Exception]
+    failed: str, error: type[Exception], reason: str, tmp_path: Path
 ) -> None:
-    _stub(monkeypatch, lambda number, _: _found(1) if number == 1 else Trial(end, "why", 1.0, {}, ""))
-    (point,) = _points(env=[{}, PLAIN])
-    with pytest.raises(error, match=r"toolchain 2 \(ATEN_CPU_CAPABILITY=default\): .*why"):
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!{sys.executable}\nimport os, sys\n{failed}\n")
+    interpreter.chmod(0o755)
+    (point,) = _points(python=[None, str(interpreter)])
+    with pytest.raises(error, match=rf"toolchain 2 \({interpreter}\): {reason}"):
         _measure(point)
 
 

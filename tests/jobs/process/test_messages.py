@@ -20,7 +20,6 @@ EXAMPLES: list[Message] = [
     messages.Probe("auto"),
     messages.MeasurePoint("scaling", {"lengths": [512, None], "nsa": {"window": 64}}, "cuda", 1 << 40),
     messages.MeasurePoint("train", {}, "cuda", cluster=messages.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"a": ["b"]})),
-    messages.CallFunction("module:name", {"layers": 2}, 0.5),
     messages.Explain(),
     messages.Ready(17),
     messages.Beat("timing – ü\n", 1, 2),
@@ -33,7 +32,6 @@ EXAMPLES: list[Message] = [
     messages.Measured(
         point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (messages.File("stages.txt", "/tmp/file-1"),)
     ),
-    messages.Returned({"value": 42}),
     Failure(PointState.OOM, "CUDA out of memory", (messages.File("a.txt", "", "the disk is full"),)),
     messages.Explanation((messages.File("stacks-rank0.txt", "/tmp/file-3"),)),
     messages.RankProcess(1, 43, "joined"),

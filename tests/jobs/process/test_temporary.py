@@ -42,7 +42,7 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproces
 
 def test_folders_of_a_killed_process_are_removed_by_the_next(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     running = set(tmp_path.iterdir())
-    child = Child("jobs.process.trial:answer")
+    child = Child("builtins:print")
     assert {path for path in tmp_path.iterdir() if path != child.temporary.parent} == running  # it still runs
     owner.kill()
     owner.wait()

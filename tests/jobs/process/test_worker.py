@@ -85,18 +85,18 @@ def test_an_exception_with_a_text_that_is_no_unicode_is_readable() -> None:
 
 
 FAMILY = """
-    import os, subprocess, time
-    def run(config, beat):
-        other = subprocess.Popen(["sleep", "600"])
-        beat(str(other.pid))
+    import subprocess, time
+    from jobs.process.messages import Beat
+    def answer(command, channel):
+        channel.send(Beat(str(subprocess.Popen(["sleep", "600"]).pid)))
         time.sleep(600)
 """
 PARENT = """
     import time
     from jobs.process.child import Child
-    from jobs.process.messages import Beat, CallFunction
-    child = Child("jobs.process.trial:answer")
-    child.send(CallFunction("family:run", {}))
+    from jobs.process.messages import Beat, Probe
+    child = Child("family:answer")
+    child.send(Probe("cpu"))
     while not (beats := [event for event in child.events(0.2) if isinstance(event, Beat)]): pass
     print(child.pid, beats[0].phase, flush=True)
     time.sleep(600)
@@ -125,7 +125,7 @@ def test_a_process_and_its_group_do_not_outlive_its_parent(how: str, tmp_path: P
 
 def test_a_variable_can_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "inherited")
-    child = Child("jobs.process.trial:answer", env={"TORCH_LOGS": None, "TRITON_DEBUG": "1"})
+    child = Child("builtins:print", env={"TORCH_LOGS": None, "TRITON_DEBUG": "1"})
     try:
         child.events(30)  # it is ready
         content = Path(f"/proc/{child.pid}/environ").read_bytes()
