@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.adapters.check import check_peer, forget_tuned_choices
-from jobs.adapters.shared import TORCH_FIXED
+from jobs.adapters.packages import TORCH_FIXED
 from jobs.measure.call import FunctionCall, measure_call
 from jobs.measure.check import DENSE_KERNELS, Agreement
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator

@@ -1,7 +1,7 @@
 """Peers: implementations of Native Sparse Attention from outside, each behind an adapter; the packages live elsewhere.
 
-An adapter is a module here, or an object that an installed distribution offers in the entry point group
-`nsa_bench.peers`. It imports its package only when it is asked to, so that an adapter costs nothing without it.
+An adapter is one of `packages`, or an object that an installed distribution offers in the entry point group
+`nsa_bench.peers`. It imports its package only when it is called, so that an adapter costs nothing without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jobs.adapters import flash_linear_attention, flash_sparse_attention, nsa_triton, pytorch, scalable_flash_nsa
+from jobs.adapters import packages
 from jobs.measure.check import HeadShape
 from jobs.schema.plain_text import error_in_a_line
 from jobs.specs import entry_points
@@ -59,11 +59,11 @@ class Peer(Protocol):
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "flash-linear-attention": flash_linear_attention,
-        "native-sparse-attention-triton": nsa_triton,
-        "Scalable-Flash-NSA": scalable_flash_nsa,
-        "Flash-Sparse-Attention": flash_sparse_attention,
-        "dense-pytorch": pytorch,
+        "flash-linear-attention": packages.FlashLinearAttention(),
+        "native-sparse-attention-triton": packages.NSATriton(),
+        "Scalable-Flash-NSA": packages.ScalableFlashNSA(),
+        "Flash-Sparse-Attention": packages.FlashSparseAttention(),
+        "dense-pytorch": packages.DensePyTorch(),
     }
 )
 _PARTS = ("version", "incompatible", "semantics", "select", "attend")
@@ -72,7 +72,13 @@ _PARTS = ("version", "incompatible", "semantics", "select", "attend")
 @cache
 def offered_peers() -> tuple[Offer, ...]:
     """Adapters of other distributions, by name. Read once a process."""
-    return tuple(offers(entry_points.PEERS, dict.fromkeys(PEERS, "nsa-bench itself has taken"), _problem))
+
+    def problem(_name: str, peer: Any) -> str | None:
+        missing = [part for part in _PARTS if not callable(getattr(peer, part, None))]
+        missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
+        return f"lacks {', '.join(missing)}" if missing else None
+
+    return tuple(offers(entry_points.PEERS, dict.fromkeys(PEERS, "nsa-bench itself has taken"), problem))
 
 
 def peer_names() -> list[str]:
@@ -105,9 +111,3 @@ def load_peer(name: str) -> tuple[Peer, str]:
         raise PeerProblem(f"the module {err.name!r} is not installed; {peer.INSTALL}") from err
     except (Exception, SystemExit) as err:
         raise PeerProblem(f"it cannot be imported ({error_in_a_line(err)}); {peer.INSTALL}") from err
-
-
-def _problem(name: str, peer: Any) -> str | None:
-    missing = [part for part in _PARTS if not callable(getattr(peer, part, None))]
-    missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
-    return f"lacks {', '.join(missing)}" if missing else None

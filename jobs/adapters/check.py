@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,24 +64,19 @@ def check_peer(
     claimed = peer.semantics(config)
     if claimed is None:
         del inputs["gates"]
-        by = _densely
+
+        def by(backend: Backend) -> Attend:
+            return partial(attend_densely, backend=backend)
     else:
-        _check_choice(name, peer, config, claimed, make_inputs(small, 1, _longer(config), dtype, device, seed, False))
-        by = _sparsely(claimed, _choice(peer, config, inputs))
+        longer = REACHES * config.slc_count * config.slc_block
+        _check_choice(name, peer, config, claimed, make_inputs(small, 1, longer, dtype, device, seed, False))
+        blocks = _choice(peer, config, inputs)
+
+        def by(backend: Backend) -> Attend:
+            return lambda tensors: attend_to(blocks, tensors, claimed, backend, BRANCHES)
+
     sides = results_of_sides(lambda x: peer.attend(x, config, window_kernel), by, inputs, backward)
     return judge(*sides, dtype, f"{_SEQUENCES} sequences, S={seq_len}, {small}", name, factor)
-
-
-def _densely(backend: Backend) -> Attend:
-    return lambda tensors: attend_densely(tensors, backend)
-
-
-def _sparsely(config: NSAConfig, blocks: Tensor) -> Callable[[Backend], Attend]:
-    return lambda backend: lambda tensors: attend_to(blocks, tensors, config, backend, BRANCHES)
-
-
-def _longer(config: NSAConfig) -> int:
-    return REACHES * config.slc_count * config.slc_block
 
 
 def _choice(peer: Peer, config: NSAConfig, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from travelling import travelled
 
 from jobs import peers
 from jobs.adapters import PEERS, offered_peers
-from jobs.adapters import shared as _shared
 from jobs.adapters.check import _ranked, _wrong
+from jobs.adapters.packages import TORCH_FIXED, window
 from jobs.measure.check import WrongResult
 from jobs.peers import measure
 from jobs.schema.point import Machine, Measurement, Point
@@ -285,7 +285,7 @@ def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
 def test_the_window_of_fixed_lengths_takes_grouped_heads_and_gives_gradients() -> None:
     q, k = (torch.empty(2, 64, heads, 64, device="meta", dtype=torch.bfloat16).requires_grad_() for heads in (8, 2))
     with routes.capture() as runs:
-        out = _shared.window(q, k, k, NSAConfig(window=16), _shared.TORCH_FIXED)
+        out = window(q, k, k, NSAConfig(window=16), TORCH_FIXED)
     assert out.shape == q.shape
     assert [grad.shape for grad in torch.autograd.grad(out, (q, k), out)] == [q.shape, k.shape]
     assert [(run.branch, run.kernel) for run in runs] == [("win", "torch-fixed")]

@@ -1,0 +1,286 @@
+"""Adapters of the peers that nsa-bench knows. Each is a jobs.adapters.Peer; its methods are documented there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module, metadata
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from jobs.measure.check import HeadShape
+from nsa_core import NSAConfig
+from nsa_core.backends import flash
+from nsa_core.routes import note
+
+TORCH_FIXED = "torch-fixed"
+"""PyTorch's flash attention of sequences of one length, which it offers no public function with a window for."""
+
+
+class DensePyTorch:
+    """PyTorch's scaled_dot_product_attention: dense causal attention, the baseline, which runs everywhere."""
+
+    INSTALL = "pip install torch"
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+        return None
+
+    def semantics(self, config: NSAConfig) -> NSAConfig | None:
+        return None
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
+        raise AssertionError("dense attention selects nothing")
+
+    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
+        note("dense", "sdpa")
+        q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k", "v"))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class _TritonPeer:
+    """What peers of Triton kernels for half precision share.
+
+    Attributes:
+        MODULES: modules to import; the first one has the operators.
+    """
+
+    INSTALL: ClassVar[str]
+    DISTRIBUTION: ClassVar[str]
+    MODULES: ClassVar[tuple[str, ...]]
+
+    def version(self) -> str:
+        for module in self.MODULES:
+            import_module(module)
+        try:
+            return metadata.version(self.DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            return "a checkout"
+
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+        if (reason := self.refusal(shape, config)) is not None:
+            return reason
+        if device != "cuda":
+            return f"it runs on cuda, not on the {device}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        return None
+
+    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+        """Reason against the sizes of heads and blocks."""
+        raise NotImplementedError
+
+    def semantics(self, config: NSAConfig) -> NSAConfig | None:
+        return config
+
+    @property
+    def operators(self) -> Any:
+        return import_module(self.MODULES[0])
+
+
+class FlashLinearAttention(_TritonPeer):
+    """flash-linear-attention's parallel_nsa (github.com/fla-org/flash-linear-attention, package fla-core).
+
+    It pools keys and values without overlap, in blocks as long as the selected ones, and always selects the first block
+    and the last two: its oracle is the attention of such a configuration, a smaller problem than the paper's.
+    """
+
+    INSTALL = "pip install fla-core einops"
+    DISTRIBUTION = "fla-core"
+    MODULES = ("fla.ops.nsa.parallel",)
+    LEAST_GROUP = 16
+
+    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+        group = shape.query_heads // shape.kv_heads
+        if group < self.LEAST_GROUP or not _is_power_of_two(group):
+            return f"its groups of query heads are powers of two from {self.LEAST_GROUP} on, not {group}"
+        if not _is_power_of_two(config.slc_count) or config.slc_block < 2 * config.slc_count:
+            return f"it selects a power of two of blocks, at most half as many as slc_block, not {config.slc_count}"
+        if not _is_power_of_two(config.slc_block):
+            return f"its blocks are powers of two, not {config.slc_block} tokens"
+        if (config.init_blocks, config.local_blocks) != (1, 2):
+            return "it always selects the first block and the last two: use init_blocks: 1, local_blocks: 2"
+        return None
+
+    def semantics(self, config: NSAConfig) -> NSAConfig | None:
+        return replace(config, cmp_block=config.slc_block, cmp_stride=config.slc_block)
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
+        nsa, block, scale = self.operators, config.slc_block, q.shape[-1] ** -0.5
+        pooled = [nsa.mean_pooling(x, block, None) for x in (k, v)]
+        _, lse = nsa.parallel_nsa_compression(q, *pooled, TK=k.shape[1], block_size=block, scale=scale)
+        return nsa.parallel_nsa_topk(
+            q=q, k=pooled[0], TK=k.shape[1], lse=lse, block_counts=config.slc_count, block_size=block, scale=scale
+        )
+
+    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
+        for branch in ("cmp", "select", "slc"):
+            note(branch, "flash-linear-attention")
+        out = self.operators.parallel_nsa(
+            q, k, v, cmp, slc, None, block_counts=config.slc_count, block_size=config.slc_block
+        )
+        return torch.addcmul(out, window(q, k, v, config, window_kernel), win.unsqueeze(-1))
+
+
+class NSATriton(_TritonPeer):
+    """native-sparse-attention-triton's operators (github.com/XunhaoLai/native-sparse-attention-triton)."""
+
+    INSTALL = "pip install git+https://github.com/XunhaoLai/native-sparse-attention-triton einops"
+    DISTRIBUTION = "native-sparse-attention-triton"
+    MODULES = ("native_sparse_attention.ops",)
+    NAME = "native-sparse-attention-triton"  # in routes
+    WIDEST = 128
+
+    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+        if shape.head_dim > self.WIDEST:
+            return f"its head dims are at most {self.WIDEST}, not {shape.head_dim}"
+        if config.slc_block not in (32, 64, 128, 256):
+            return f"its selected blocks have 32, 64, 128 or 256 tokens, not {config.slc_block}"
+        if config.cmp_block not in (16, 32, 64, 128):
+            return f"its compressed blocks have 16, 32, 64 or 128 tokens, not {config.cmp_block}"
+        return None
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
+        with torch.no_grad():
+            return _per_sequence(self._compressed((q, k, v), config)[1], q.shape[0])
+
+    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
+        qkv = q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        selected, kernel = self._selected(q.shape[2] // k.shape[2])
+        for branch in ("cmp", "select"):
+            note(branch, self.NAME)
+        note("slc", kernel)
+        cmp, blocks, starts = self._compressed(qkv, config)
+        slc = selected(*(x.flatten(0, 1) for x in qkv), blocks, config.slc_block, starts, None)
+        win = window(q, k, v, config, window_kernel)
+        gates = torch.sigmoid(inputs["gates"]).unsqueeze(-1).unbind(-2)
+        return gates[0] * cmp.view_as(q) + gates[1] * slc.view_as(q) + gates[2] * win
+
+    def _selected(self, group: int) -> tuple[Any, str]:
+        """Operator of the selected branch for groups of so many query heads, and its name in routes."""
+        return self.operators.topk_sparse_attention, self.NAME
+
+    def _compressed(self, qkv: tuple[Tensor, Tensor, Tensor], config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Compressed branch [B*S,Hq,D] of flat sequences, blocks [Hkv,B*S,n] and the sequences' bounds."""
+        ops, (batch, seq_len) = self.operators, qkv[0].shape[:2]
+        q, k, v = (x.flatten(0, 1) for x in qkv)
+        starts = _bounds(batch, seq_len, q.device)
+        k_cmp, starts_cmp = ops.avgpool_compress(k, None, starts, config.cmp_block, config.cmp_stride)
+        v_cmp, _ = ops.avgpool_compress(v, None, starts, config.cmp_block, config.cmp_stride)
+        out, blocks = ops.compressed_attention(
+            q, k_cmp, v_cmp, config.cmp_block, config.cmp_stride, config.slc_block, config.slc_count, starts,
+            starts_cmp, seq_len, config.cmp_tokens(seq_len), None, config.init_blocks, config.local_blocks,
+        )  # fmt: skip
+        return out, blocks, starts
+
+
+class FlashSparseAttention(NSATriton):
+    """Flash-Sparse-Attention's operators (github.com/Relaxed-System-Lab/Flash-Sparse-Attention).
+
+    Its compressed branch comes from the reference in it (`nsa_ref`), which has NSATriton's operators and rounds the
+    blocks' scores to bfloat16 before it chooses. As in its module, groups of more than 8 query heads use its
+    selected branch.
+    """
+
+    INSTALL = (
+        "put a checkout of https://github.com/Relaxed-System-Lab/Flash-Sparse-Attention on PYTHONPATH, with einops"
+    )
+    DISTRIBUTION = "flash-sparse-attention"
+    MODULES = ("nsa_ref.ops", "fsa.ops")
+    NAME = "nsa_ref"
+    WIDEST = 256
+    LARGEST_GROUP = 8
+
+    def _selected(self, group: int) -> tuple[Any, str]:
+        if group > self.LARGEST_GROUP:
+            return super()._selected(group)
+        return import_module("fsa.ops").FSA_topk_sparse_attention, "fsa"
+
+
+class ScalableFlashNSA(_TritonPeer):
+    """Scalable-Flash-NSA's operators (github.com/mdy666/Scalable-Flash-Native-Sparse-Attention, flash_nsa).
+
+    They follow each other as in its HFNSACore. It keeps the blocks' scores in float16, cubed, before it chooses.
+    """
+
+    INSTALL = "pip install git+https://github.com/mdy666/Scalable-Flash-Native-Sparse-Attention 'setuptools<81'"
+    DISTRIBUTION = "flash-nsa"
+    MODULES = ("flash_nsa", "flash_nsa.ops.combine")
+
+    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+        if not _is_power_of_two(shape.head_dim):
+            return f"its head dims are powers of two, not {shape.head_dim}"
+        if not _is_power_of_two(config.cmp_stride):
+            return f"its strides are powers of two, not {config.cmp_stride}"
+        return None
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
+        with torch.no_grad():
+            _, _, blocks = self._compressed((q, k, v), config)
+        absent = blocks >= config.slc_blocks(q.shape[1])
+        return _per_sequence(blocks.masked_fill(absent, -1), q.shape[0])
+
+    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
+        qkv = inputs["q"], inputs["k"], inputs["v"]
+        for branch in ("cmp", "select", "slc"):
+            note(branch, "Scalable-Flash-NSA")
+        cmp, scale, blocks = self._compressed(qkv, config)
+        slc = self.operators.select_attn(*(x.flatten(0, 1) for x in qkv), blocks, sm_scale=scale)
+        win = window(*qkv, config, window_kernel).flatten(0, 1)
+        combine = import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+        return combine(cmp, slc, win, inputs["gates"].flatten(0, 1)).view_as(qkv[0])
+
+    def _compressed(self, qkv: tuple[Tensor, Tensor, Tensor], config: NSAConfig) -> tuple[Tensor, float, Tensor]:
+        """Compressed branch [B*S,Hq,D] of flat sequences, the scale, and blocks [Hkv,B*S,n], too high if absent."""
+        nsa, (batch, seq_len) = self.operators, qkv[0].shape[:2]
+        q, k, v = (x.flatten(0, 1) for x in qkv)
+        nsa.NSAHelper.set_hyperparameters(
+            kernel_size=config.cmp_block,
+            stride=config.cmp_stride,
+            block_size=config.slc_block,
+            window_size=config.window,
+            top_n=config.slc_count,
+            num_init_blocks=config.init_blocks,
+            num_local_blocks=config.local_blocks,
+        )
+        nsa.NSAHelper.init_cu_seqlens(_bounds(batch, seq_len, q.device))
+        scale = q.shape[-1] ** -0.5
+        k_cmp, v_cmp = nsa.mean_pooling(k), nsa.mean_pooling(v)
+        out, lse = nsa.compress_attn(q, k_cmp, v_cmp, sm_scale=scale)
+        blocks, _ = nsa.slc_topk_indices(q, k_cmp, lse, sm_scale=scale, maybe_efficient_version=True, scale_slc_p=True)
+        return out, scale, blocks
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, kernel: str | None) -> Tensor:
+    """Window branch [B,S,Hq,D] over `config.window` positions, the query's own included, by a flash kernel."""
+    scale = q.shape[-1] ** -0.5
+    if kernel != TORCH_FIXED:
+        return flash.window(q, k, v, None, config.window, scale, kernel)
+    note("win", TORCH_FIXED)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False,
+        scale=scale, window_size_left=config.window - 1, window_size_right=0,
+    )[0]  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _bounds(batch: int, seq_len: int, device: torch.device) -> Tensor:
+    """Bounds [batch + 1], int32, of sequences of one length that follow each other."""
+    return torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device=device)
+
+
+def _per_sequence(blocks: Tensor, batch: int) -> Tensor:
+    """Table [Hkv,B*S,n] of blocks as [B,S,Hkv,n]."""
+    return blocks.transpose(0, 1).unflatten(0, (batch, -1))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
