@@ -11,10 +11,9 @@ import hashlib
 import io
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,7 +23,6 @@ from fsspec.implementations.local import LocalFileSystem
 from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
-from orchestrator.background import BackgroundCall
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 from orchestrator.store.records import STORED_BYTES, ArtifactData
@@ -315,54 +313,6 @@ class ArtifactStore:
             raise
         except Exception as err:  # the packages of the schemes raise errors of their own
             raise ArtifactError(f"{path}: the artifact store {self.url} failed: {error_in_a_line(err)}") from None
-
-
-class Visibility:
-    """Whether files that other nodes kept in a folder are visible here; a folder that hangs holds up nothing.
-
-    One look is made at a time. Of the files that come meanwhile, the latest of each node is looked for next.
-
-    Args:
-        store: the store's URL; None: no file is kept.
-    """
-
-    def __init__(self, store: str | None) -> None:
-        self._store = store if store is not None and is_local(store) else None
-        self._unseen: dict[str, str] = {}  # node -> path of a file that it kept
-        self._look: tuple[str, BackgroundCall[bool]] | None = None
-
-    def add(self, node: str | None, path: str) -> None:
-        """Have a kept file looked for."""
-        self._unseen[node or "another node"] = path
-
-    def warning(self, patience_s: float = 0.0) -> str | None:
-        """A sentence, once a run, about a folder that is not the same one here and on a node; None until then.
-
-        Args:
-            patience_s: seconds to wait for the looks that remain, at the run's end; 0: wait for nothing.
-        """
-        deadline = time.monotonic() + patience_s
-        while self._store is not None and (self._look or self._unseen):
-            if self._look is None:
-                node = next(iter(self._unseen))
-                path = self._unseen.pop(node)
-                self._look = node, BackgroundCall(partial(_exists, self._store, path))
-            node, exists = self._look
-            if not exists.done(max(0.0, deadline - time.monotonic())):
-                return None
-            self._look = None
-            if not exists.result():
-                self._store = None
-                fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
-                return f"artifacts of node {node} are not visible here: {fix}"
-        return None
-
-
-def _exists(store: str, path: str) -> bool:
-    try:
-        return ArtifactStore(store).exists(path)
-    except ArtifactError:
-        return False
 
 
 class _Content:

@@ -33,7 +33,7 @@ from orchestrator.report import summary
 from orchestrator.run import plan, resume
 from orchestrator.run.dry_run import print_points
 from orchestrator.run.order import Order, read_order
-from orchestrator.run.progress import LogWatcher, watcher
+from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.refusal import never_began, record_refusal, store_refused
 from orchestrator.run.scheduler import Executor, Scheduler
@@ -169,31 +169,21 @@ def _measure(
 ) -> int:
     slots = executor.slots(machine)
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
-    with watcher(todo.labels, todo.settled.total(), headline) as watching:
+    with Watcher(todo.labels, todo.settled.total(), headline) as watching:
         _announce(order, machine, todo, slots, store, watching)
         recorder.tell = watching.tell
         recorder.write(todo.records)
         conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
-        retries, restarts = order.spec.retries, order.spec.recovery.restarts
-        scheduler = Scheduler(
-            executor,
-            recorder,
-            watching,
-            conditions,
-            slots=slots,
-            retries=retries,
-            restarts=restarts,
-            resumed=todo.run.resumed,
-            further=todo.after,
-        )
+        often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
+        scheduler = Scheduler(executor, recorder, watching, todo, conditions, slots=slots, **often)
         try:
-            state = scheduler.run(order.run_id, todo.assignments, stopped)
+            state = scheduler.run(stopped)
         except JournalFull:
             with suppress(ExecutorGone):
                 executor.cancel()
             raise
         except Exception as err:
-            scheduler.give_up(order.run_id, f"{type(err).__name__}: {err}")
+            scheduler.give_up(f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
                 recorder.close(stopped=stopped)
                 raise
@@ -260,7 +250,7 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
 
 
 def _announce(
-    order: Order, machine: Machine, todo: plan.Plan, slots: int, store: Store | None, watching: LogWatcher
+    order: Order, machine: Machine, todo: plan.Plan, slots: int, store: Store | None, watching: Watcher
 ) -> None:
     where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
     settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))

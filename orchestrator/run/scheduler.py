@@ -11,21 +11,18 @@ from typing import Protocol
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
 from orchestrator.errors import ExecutorGone
-from orchestrator.execute.artifacts import Visibility
+from orchestrator.execute.artifact_copies import Visibility
 from orchestrator.messages import Assignment, BatchEnded, Conditions, Progress, Series, Update
-from orchestrator.run.plan import fails
-from orchestrator.run.progress import LogWatcher
+from orchestrator.run.plan import Plan, fails
+from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
-    Record,
     RunEndRecord,
     StartRecord,
 )
-
-Further = Callable[[Point, OutcomeRecord], tuple[list[Record], list[Assignment]]]
 
 _POLL_S = 0.2
 _LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered
@@ -66,8 +63,6 @@ class Scheduler:
         slots: number of batches at a time.
         retries: number of times that a lost point is handed out again.
         restarts: the same for a point whose process crashed, and at least for a lost one.
-        resumed: how often the run was resumed before it began now.
-        further: gives records and assignments of the points that follow from a point's end.
 
     Attributes:
         states: number of ended points by state.
@@ -78,24 +73,22 @@ class Scheduler:
         self,
         executor: Executor,
         recorder: Recorder,
-        watcher: LogWatcher,
+        watcher: Watcher,
+        plan: Plan,
         conditions: Conditions,
         *,
         slots: int,
         retries: int,
         restarts: int = 0,
-        resumed: int = 0,
-        further: Further = lambda point, outcome: ([], []),
     ) -> None:
         self._executor = executor
         self._recorder = recorder
         self._watcher = watcher
+        self._plan = plan
         self._conditions = conditions
         self._slots = slots
-        self._resumed = resumed
-        self._further = further
         self._again = {PointState.LOST: max(retries, restarts), PointState.CRASH: restarts}
-        self._queue: deque[Assignment] = deque()
+        self._queue = deque(plan.assignments)
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
         self._handed_out = 0
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
@@ -105,12 +98,11 @@ class Scheduler:
         self.states: Counter[PointState] = Counter()
         self.failures = 0
 
-    def run(self, run_id: str, assignments: Sequence[Assignment], stopped: Callable[[], str | None]) -> RunState:
+    def run(self, stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
-        self._queue.extend(assignments)
         while self._queue or self._batches:
             if reason := stopped():
-                self._cancel(run_id, reason)
+                self._cancel(reason)
                 return RunState.CANCELLED
             while self._queue and len(self._batches) < self._slots:
                 self._hand_out()
@@ -119,14 +111,14 @@ class Scheduler:
                 if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
             self._recorder.look()
-            self._look_for_files(run_id)
-        self._look_for_files(run_id, _LAST_LOOK_S)
-        self._recorder.write([RunEndRecord(run_id=run_id, state=RunState.DONE, resumed=self._resumed)])
+            self._look_for_files()
+        self._look_for_files(_LAST_LOOK_S)
+        self._recorder.write([self._run_end(RunState.DONE)])
         return RunState.DONE
 
-    def give_up(self, run_id: str, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Record that the run cannot go on; its unfinished points become LOST."""
-        self._end(run_id, RunState.FAILED, PointState.LOST, reason)
+        self._end(RunState.FAILED, PointState.LOST, reason)
 
     def _hand_out(self) -> None:
         size = 1
@@ -156,31 +148,32 @@ class Scheduler:
             self._recorder.write([update])
             self._visibility.add(self._nodes.get(update.point_id), update.artifact.path)
         elif isinstance(update, EventRecord):
-            self._recorder.write([update])
-            self._watcher.noted(update)
+            self._note(update)
         else:
             if (last := self._keeping.pop(batch, None)) and update.state is not None:
                 self._recorder.write([_incomplete(last, update.reason)])
             self._batch_ended(self._batches.pop(batch), update)
 
     def _ended(self, point: Point, outcome: OutcomeRecord) -> None:
-        records, assignments = self._further(point, outcome)
+        records, assignments = self._plan.after(point, outcome)
         self._recorder.write([outcome, *records])
         self.states[outcome.state] += 1
         self.failures += fails(point, outcome.state)
         self._queue.extend(assignments)
-        self._watcher.ended(outcome)
-        for record in records:
-            if isinstance(record, OutcomeRecord):  # a conclusion
+        for record in (outcome, *records):
+            if isinstance(record, OutcomeRecord):  # after the point's own, those of conclusions
                 self._watcher.ended(record)
             elif isinstance(record, EventRecord):
                 self._watcher.noted(record)
 
-    def _look_for_files(self, run_id: str, patience_s: float = 0.0) -> None:
+    def _look_for_files(self, patience_s: float = 0.0) -> None:
         """Warn of kept files that are not to be seen here."""
         if (message := self._visibility.warning(patience_s)) is not None:
-            self._recorder.write([EventRecord(run_id=run_id, level="warning", message=message)])
-            self._watcher.tell(f"warning: {message}")
+            self._note(EventRecord(run_id=self._plan.run.run_id, level="warning", message=message))
+
+    def _note(self, event: EventRecord) -> None:
+        self._recorder.write([event])
+        self._watcher.noted(event)
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
         """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
@@ -190,10 +183,7 @@ class Scheduler:
         self._queue.extendleft(reversed(others))
         state = end.state or PointState.LOST
         reason = end.reason or "its supervisor ended without an outcome"
-        outcome = OutcomeRecord(
-            run_id=first.run_id, point_id=first.point_id, attempt=first.attempt, state=state, reason=reason
-        )
-        self._settle(first, outcome)
+        self._settle(first, OutcomeRecord(**first.ids, attempt=first.attempt, state=state, reason=reason))
 
     def _settle(self, assignment: Assignment, outcome: OutcomeRecord) -> None:
         """Take an attempt's end for the point's end, or hand the point out again."""
@@ -203,34 +193,32 @@ class Scheduler:
             return
         self._repeated[point_id, state] += 1
         verb = "got lost" if state is PointState.LOST else "crashed"
-        message = f"{assignment.point.label}: attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again"
-        event = EventRecord(run_id=outcome.run_id, point_id=point_id, level="warning", message=message)
+        event = assignment.warning(f"attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again")
         self._recorder.write([outcome.model_copy(update={"final": False}), event])
-        self._watcher.tell(f"{event.level}: {message}")
+        self._watcher.noted(event)
         self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
 
-    def _cancel(self, run_id: str, reason: str) -> None:
+    def _cancel(self, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
-        left = self._end(run_id, RunState.CANCELLED, PointState.CANCELLED, reason)
+        left = self._end(RunState.CANCELLED, PointState.CANCELLED, reason)
         try:
             self._executor.cancel()
         except ExecutorGone as gone:  # the run is cancelled all the same
             self._watcher.tell(f"warning: its processes may still run: {gone}")
         self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
-    def _end(self, run_id: str, run: RunState, point: PointState, reason: str) -> int:
+    def _end(self, run: RunState, point: PointState, reason: str) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
-        outcomes = [
-            OutcomeRecord(run_id=run_id, point_id=a.point_id, attempt=a.attempt, state=point, reason=reason)
-            for a in left
-        ]
+        outcomes = [OutcomeRecord(**a.ids, attempt=a.attempt, state=point, reason=reason) for a in left]
         events = [_incomplete(last, reason) for last in self._keeping.values()]
-        end = RunEndRecord(run_id=run_id, state=run, reason=reason, resumed=self._resumed)
-        records: list[Record] = [*events, *outcomes, end]
-        self._recorder.write(records)
+        self._recorder.write([*events, *outcomes, self._run_end(run, reason)])
         self.states[point] += len(left)
         return len(left)
+
+    def _run_end(self, state: RunState, reason: str | None = None) -> RunEndRecord:
+        run = self._plan.run
+        return RunEndRecord(run_id=run.run_id, state=state, reason=reason, resumed=run.resumed)
 
 
 def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:

@@ -6,15 +6,16 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pytest
 
 from jobs.schema.states import PointState
 from orchestrator.report.summary import print_results
 from orchestrator.run import driver
-from orchestrator.run.progress import watcher
+from orchestrator.run.progress import Watcher
 from orchestrator.store import Store, importer, journal, queries
-from orchestrator.store.journal import Journal, JournalFull
 from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord
 from orchestrator.terminal import PlainConsole
 
@@ -62,64 +63,45 @@ def test_no_odd_point_costs_another(home, spec, database_url, new_database, monk
             assert queries.measurements(store, run_ids=[run_id]).value.tolist() == [1.0, 1.0, 1.0, 1.0, 7.0]
 
 
-def test_a_journal_whose_disk_is_full_in_mid_run_is_completed_by_a_resume(
-    home, spec, tmp_path, quick_probe, monkeypatch, capsys
-) -> None:
-    full, append = tmp_path / "full", Journal.append
-
-    def until_it_is_full(self: Journal, records) -> None:
-        if full.exists():
-            raise JournalFull("journal: 'x': cannot be written (No space left on device); free space there")
-        append(self, records)
-
-    monkeypatch.setattr(Journal, "append", until_it_is_full)
-    assert run(spec("value = 1.0", f"open({str(full)!r}, 'w')", "value = 3.0")) == 1
-    run_id = only_run(home)
-    err = capsys.readouterr().err
-    assert "cannot be written (No space left on device); free space there" in err
-    assert f"--resume {run_id}" in err
-    path = home / "artifacts" / run_id / journal.NAME
-    assert sum(isinstance(record, OutcomeRecord) for record in journal.read(path)) < 3
-    monkeypatch.setattr(Journal, "append", append)
-    assert run("--resume", run_id) == 0
-    ended = [record for record in journal.read(path) if isinstance(record, OutcomeRecord)]
-    assert {record.point_id[-1] for record in ended} == {"0", "1", "2"}
-    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
-        assert list(queries.points(store, run_id)["state"]) == ["ok"] * 3
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_a_disk_that_is_full_from_the_start_is_told_in_a_line(home, spec, quick_probe, monkeypatch, capsys) -> None:
-    def full(self: Journal, records) -> None:
-        raise JournalFull("journal: 'x': cannot be written (No space left on device); free space there")
-
-    monkeypatch.setattr(Journal, "append", full)
-    assert run(spec("value = 1.0")) == 1
-    assert "cannot be written (No space left on device); free space there" in capsys.readouterr().err
+def ended(state: PointState = PointState.OK, **fields: Any) -> OutcomeRecord:
+    return OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=state, **fields)
 
 
 def test_a_terminal_that_lacks_a_character_shows_its_code() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with watcher({"r/0": "é"}, 0, [], out) as watching:
-        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.ERROR, reason="日本"))
+    with Watcher({"r/0": "é"}, 0, [], out) as watching:
+        watching.ended(ended(PointState.ERROR, reason="日本"))
     out.seek(0)
-    assert r"\xe9: \u65e5\u672c" in out.read()
+    assert out.read() == "[1/1] error \\xe9: \\u65e5\\u672c\n"
 
 
-def test_a_plain_number_has_no_unit(capsys) -> None:
-    metrics = tuple(MetricData(name=name, unit=unit, value=1.0) for name, unit in (("a", "1"), ("b", "ms")))
-    with watcher({"r/0": "p"}, 0, ["a", "b"], sys.stdout) as watching:
-        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.OK, metrics=metrics))
-    assert "p: a 1, b 1 ms" in capsys.readouterr().out
-    rows = [{"metric": one.name, "unit": one.unit, "value": 1.0, "label": "p"} for one in metrics]
-    print_results(pd.DataFrame(rows), ["a", "b"], PlainConsole(file=sys.stdout))
-    assert re.search(r"point +a +b \(ms\)", capsys.readouterr().out)
+def test_a_point_that_is_handed_out_again_has_one_bar() -> None:
+    with Watcher({"r/0": "point"}, 0, [], Terminal()) as watching:
+        for attempt in (1, 2):
+            watching.started(StartRecord(run_id="r", point_id="r/0", attempt=attempt))
+        assert len(watching._bars.tasks) == 2  # and the run's
+        watching.ended(ended())
+        assert len(watching._bars.tasks) == 1
 
 
-def test_a_time_is_told_as_it_is_said(capsys) -> None:
-    metric = MetricData(name="planned_time", unit="h", value=0.215124)
-    with watcher({"r/0": "p"}, 0, ["planned_time"], sys.stdout) as watching:
-        watching.ended(OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=PointState.OK, metrics=(metric,)))
-    assert "p: planned_time 12.9 min" in capsys.readouterr().out
-    rows = [{"metric": "planned_time", "unit": "h", "value": 0.215124, "label": "p"}]
-    print_results(pd.DataFrame(rows), ["planned_time"], PlainConsole(file=sys.stdout))
-    assert re.search(r"point +planned_time\s+p +12.9 min", capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("metrics", "line", "table"),
+    [
+        ([("a", "1", 1.0), ("b", "ms", 1.0)], "p: a 1, b 1 ms", r"point +a +b \(ms\)"),
+        ([("planned_time", "h", 0.215124)], "p: planned_time 12.9 min", r"point +planned_time\s+p +12.9 min"),
+    ],
+    ids=["a plain number", "a time"],
+)
+def test_values_have_the_units_that_one_reads_well(capsys, metrics, line, table) -> None:
+    names = [name for name, *_ in metrics]
+    with Watcher({"r/0": "p"}, 0, names, sys.stdout) as watching:
+        watching.ended(ended(metrics=tuple(MetricData(name=n, unit=u, value=v) for n, u, v in metrics)))
+    assert line in capsys.readouterr().out
+    rows = [{"metric": n, "unit": u, "value": v, "label": "p"} for n, u, v in metrics]
+    print_results(pd.DataFrame(rows), names, PlainConsole(file=sys.stdout))
+    assert re.search(table, capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Room for points on a cluster: on one node, or their ranks on several."""
+"""Room for points here and on a cluster: on one node, or their ranks on several."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from orchestrator.errors import UserError
+from orchestrator.execute import local
+from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import _check_interpreters
-from orchestrator.execute.room import Share, check_resources
+from orchestrator.execute.room import MOST_A_CORE, Share, check_resources
 
 TWO_HOSTS = [{"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, {"CPU": 8.0, "GPU": 1.0}]
 
@@ -25,12 +28,30 @@ def _share(ranks: int, card_type: str | None = None, cpus: float = 1) -> Share:
 
 
 def test_ranks_of_a_point_may_be_on_several_nodes_and_are_counted_whole() -> None:
+    check_resources(_spec(ranks=3), TWO_HOSTS)
     assert _share(3).points(TWO_HOSTS) == 1
     assert _share(2).points(TWO_HOSTS) == 1, "two ranks of another point would wait for the third GPU's fellow"
     assert _share(1).points(TWO_HOSTS) == 3
     assert _share(2, "H100").points(TWO_HOSTS) == 1
     assert _share(3, "H100").points(TWO_HOSTS) == 0
     assert _share(2, cpus=20).points(TWO_HOSTS) == 0
+
+
+@pytest.mark.parametrize(
+    ("resources", "slots"),
+    [
+        ({"num_cpus": 1e-4}, 2 * MOST_A_CORE),
+        ({"num_cpus": 1e-4, "workers": 5}, 5),
+        ({"num_cpus": 0.5}, 4),
+        ({"num_cpus": 2}, 1),
+    ],
+)
+def test_a_tiny_share_of_a_core_does_not_start_thousands_of_points(monkeypatch, resources, slots) -> None:
+    monkeypatch.setattr(local, "_cpus", lambda: 2)
+    executor = LocalExecutor(_spec(device="cpu", resources=resources))
+    assert executor.slots(Machine("cpu", "test processor", 8 << 30)) == slots
+    if "workers" not in resources:
+        assert Share(1, resources["num_cpus"], 0, None).points([{"CPU": 2.0}]) == slots
 
 
 @pytest.mark.parametrize(
@@ -62,10 +83,6 @@ def test_what_a_cluster_lacks_is_told(changes: dict[str, Any], message: str) -> 
     with pytest.raises(UserError) as caught:
         check_resources(_spec(**changes), TWO_HOSTS)
     assert str(caught.value) == message
-
-
-def test_ranks_that_fit_on_all_nodes_together_are_accepted() -> None:
-    check_resources(_spec(ranks=3), TWO_HOSTS)
 
 
 def test_ranks_on_a_cluster_have_the_interpreter_of_its_workers() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
+import threading
 from collections import deque
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from jobs.schema.point import Point
+from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import ExecutorGone
 from orchestrator.execute.artifacts import ArtifactStore
 from orchestrator.messages import Assignment, BatchEnded, Conditions
+from orchestrator.run import scheduler
+from orchestrator.run.plan import new_plan
+from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.store import journal
@@ -27,6 +30,7 @@ from orchestrator.store.records import (
     EventRecord,
     OutcomeRecord,
     RunEndRecord,
+    RunRecord,
     StartRecord,
 )
 
@@ -40,8 +44,7 @@ class Script:
         self.fates = fates or {}
         self.batches: list[list[str]] = []
         self.most_at_a_time = 0
-        self.cancelled = False
-        self._updates: deque = deque()
+        self.updates: deque = deque()
         self._running: set[int] = set()
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
@@ -50,88 +53,77 @@ class Script:
         self.most_at_a_time = max(self.most_at_a_time, len(self._running))
         for a in assignments:
             fate = self.fates.get(a.point_id, [PointState.OK]).pop(0)
-            self._updates.append(
-                (batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, node="bench7"))
-            )
+            self.updates.append((batch, StartRecord(run_id="r", point_id=a.point_id, attempt=a.attempt, node="bench7")))
             if isinstance(fate, BatchEnded):
-                self._updates.append((batch, fate))
+                self.updates.append((batch, fate))
                 return
             if fate == "silent":
                 return
             about = {"run_id": "r", "point_id": a.point_id, "attempt": a.attempt}
-            self._updates.append((batch, OutcomeRecord.model_validate({**about, "state": fate})))
+            self.updates.append((batch, OutcomeRecord.model_validate({**about, "state": fate})))
             file = ArtifactData(name="stdout.txt", path=f"r/0000/{a.attempt}/stdout.txt", size=0, sha256="")
-            self._updates.append((batch, ArtifactRecord.model_validate({**about, "artifact": file})))
-        self._updates.append((batch, BatchEnded()))
+            self.updates.append((batch, ArtifactRecord.model_validate({**about, "artifact": file})))
+        self.updates.append((batch, BatchEnded()))
 
     def poll(self, timeout: float) -> list:
-        if not self._updates:
+        if not self.updates:
             return []
-        batch, update = self._updates.popleft()
+        batch, update = self.updates.popleft()
         if isinstance(update, BatchEnded):
             self._running.discard(batch)
         return [(batch, update)]
 
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Silent:
-    """Shows nothing."""
-
-    def started(self, record: object) -> None: ...
-    def progress(self, sign: object) -> None: ...
-    def ended(self, outcome: object) -> None: ...
-    def noted(self, event: object) -> None: ...
-    def tell(self, message: str) -> None: ...
+    def cancel(self) -> None: ...
 
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(
-        executor: Script, count: int, *, warm=False, slots=1, retries=1, restarts=0, stopped=lambda: None, store=None
-    ):
-        path = tmp_path / journal.NAME
-        conditions = Conditions("cpu", Deadlines(), warm=warm, store=store)
-        with Journal(path) as book:
-            recorder = Recorder("r", book, None, print)
-            often = {"slots": slots, "retries": retries, "restarts": restarts}
-            scheduler = Scheduler(executor, recorder, Silent(), conditions, **often)  # type: ignore[arg-type]
-            state = scheduler.run(
-                "r", [Assignment("r", f"r/{i}", 1, Point("k", f"p{i}", {})) for i in range(count)], stopped
-            )
+    def run(executor: Script, count: int, *, warm=False, stopped=lambda: None, store=None, slots=1, retries=1, **often):
+        points = [Point("k", f"p{number}", {}) for number in range(count)]
+        begun = RunRecord(run_id="r", name="t", kind="k", spec={}, spec_hash="")
+        todo = new_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)})
+        conditions, path = Conditions("cpu", Deadlines(), warm=warm, store=store), tmp_path / journal.NAME
+        with Journal(path) as book, Watcher(todo.labels, 0, [], StringIO()) as watcher:
+            recorder, often = Recorder("r", book, None, print), {"slots": slots, "retries": retries, **often}
+            scheduler = Scheduler(executor, recorder, watcher, todo, conditions, **often)  # type: ignore[arg-type]
+            state = scheduler.run(stopped)
         return state, scheduler.states, list(journal.read(path))
 
     return run
 
 
-def outcomes(records) -> list[tuple[str, int, PointState]]:
-    return [(r.point_id, r.attempt, r.state) for r in records if isinstance(r, OutcomeRecord)]
+def outcomes(records) -> list[str]:
+    return [f"{r.point_id} {r.attempt} {r.state}" for r in records if isinstance(r, OutcomeRecord)]
+
+
+def events(records) -> list[EventRecord]:
+    return [r for r in records if isinstance(r, EventRecord)]
 
 
 def test_every_point_ends_when_others_fail(run) -> None:
-    fates = {"r/1": [PointState.HANG], "r/2": [PointState.CRASH]}
-    state, states, records = run(Script(fates), 4)
+    """Failures of a point itself are not retried."""
+    fates = {"r/1": ["hang"], "r/2": ["crash"], "r/3": ["oom"], "r/4": [BatchEnded(PointState.OOM, "ended by Ray")]}
+    state, states, records = run(Script(fates), 6, retries=5)
     assert state is RunState.DONE
-    assert states == {PointState.OK: 2, PointState.HANG: 1, PointState.CRASH: 1}
-    assert [state for _, _, state in outcomes(records)] == ["ok", "hang", "crash", "ok"]
+    assert states == {PointState.OK: 2, PointState.HANG: 1, PointState.CRASH: 1, PointState.OOM: 2}
+    ends = ["ok", "hang", "crash", "oom", "oom", "ok"]
+    assert outcomes(records) == [f"r/{number} 1 {state}" for number, state in enumerate(ends)]
     assert isinstance(records[-1], RunEndRecord)
 
 
 def test_a_lost_point_is_handed_out_again(run) -> None:
-    _, states, records = run(Script({"r/0": [LOST, PointState.OK]}), 2)
-    assert states == {PointState.OK: 2}
-    assert outcomes(records) == [("r/0", 1, "lost"), ("r/1", 1, "ok"), ("r/0", 2, "ok")]
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert "p0: attempt 1 got lost (the node went away)" in event.message
+    _, states, records = run(Script({"r/0": [LOST, "ok"], "r/2": [LOST] * 3, "r/3": [BatchEnded()] * 3}), 4, retries=2)
+    assert states == {PointState.OK: 2, PointState.LOST: 2}
+    assert sorted(outcomes(records)) == [
+        *("r/0 1 lost", "r/0 2 ok", "r/1 1 ok"),
+        *(f"r/{point} {attempt} lost" for point in (2, 3) for attempt in (1, 2, 3)),
+    ]
+    assert (events(records)[0].point_id, events(records)[0].message) == (
+        "r/0",
+        "attempt 1 got lost (the node went away); handed out again",
+    )
     files = [(r.point_id, r.attempt) for r in records if isinstance(r, ArtifactRecord)]
     assert files == [("r/1", 1), ("r/0", 2)]
-
-
-def test_a_point_that_stays_lost_ends_as_lost(run) -> None:
-    _, states, records = run(Script({"r/0": [LOST, LOST, LOST]}), 1, retries=2)
-    assert states == {PointState.LOST: 1}
-    assert outcomes(records) == [("r/0", 1, "lost"), ("r/0", 2, "lost"), ("r/0", 3, "lost")]
 
 
 def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
@@ -139,40 +131,21 @@ def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
     fates = {"r/0": ["crash", LOST, LOST, "crash", "ok"], "r/1": ["crash", "crash", "crash"], "r/2": ["error"]}
     _, states, records = run(Script(fates), 3, retries=0, restarts=2)
     assert states == {PointState.OK: 1, PointState.CRASH: 1, PointState.ERROR: 1}
-    of_first = [(attempt, state) for point, attempt, state in outcomes(records) if point == "r/0"]
-    assert of_first == [(1, "crash"), (2, "lost"), (3, "lost"), (4, "crash"), (5, "ok")]
+    of_first = [outcome for outcome in outcomes(records) if outcome.startswith("r/0")]
+    assert of_first == ["r/0 1 crash", "r/0 2 lost", "r/0 3 lost", "r/0 4 crash", "r/0 5 ok"]
     final = [(r.point_id, r.attempt) for r in records if isinstance(r, OutcomeRecord) and r.final]
     assert sorted(final) == [("r/0", 5), ("r/1", 3), ("r/2", 1)], "the others take no earlier outcome's place"
-    assert [outcome for outcome in outcomes(records) if outcome[0] == "r/1"][-1] == ("r/1", 3, "crash")
-    events = [r.message for r in records if isinstance(r, EventRecord)]
-    assert events[0] == "p0: attempt 1 crashed (None); handed out again"
 
 
-def test_failures_of_the_point_itself_are_not_retried(run) -> None:
-    fates = {"r/0": [PointState.OOM], "r/1": [BatchEnded(PointState.OOM, "ended by Ray")]}
-    _, states, records = run(Script(fates), 2, retries=5)
-    assert states == {PointState.OOM: 2}
-    assert len(outcomes(records)) == 2
-
-
-def test_the_rest_of_a_lost_batch_is_handed_out_with_the_same_attempt_number(run) -> None:
-    executor = Script({"r/1": [LOST, PointState.OK]})
+def test_the_rest_of_a_lost_batch_is_handed_out_first_with_the_same_attempt_number(run) -> None:
+    executor = Script({"r/1": [LOST, "ok"]})
     _, states, records = run(executor, 4, warm=True)
     assert states == {PointState.OK: 4}
-    expected = ["r/0 1 ok", "r/1 1 lost", "r/2 1 ok", "r/3 1 ok", "r/1 2 ok"]
-    assert [" ".join(map(str, outcome)) for outcome in outcomes(records)] == expected
+    assert outcomes(records) == ["r/0 1 ok", "r/1 1 lost", "r/2 1 ok", "r/3 1 ok", "r/1 2 ok"]
     assert executor.batches == [["r/0", "r/1", "r/2", "r/3"], ["r/2", "r/3", "r/1"]]
-
-
-def test_the_rest_of_a_lost_batch_comes_before_what_was_not_handed_out(run) -> None:
-    executor = Script({"r/1": [LOST, PointState.OK]})
+    executor = Script({"r/1": [LOST, "ok"]})
     run(executor, 12, warm=True, slots=2)
     assert [batch[0] for batch in executor.batches[:3]] == ["r/0", "r/3", "r/2"]
-
-
-def test_a_batch_that_ends_without_an_outcome_counts_as_lost(run) -> None:
-    _, states, _ = run(Script({"r/0": [BatchEnded(), BatchEnded()]}), 1)
-    assert states == {PointState.LOST: 1}
 
 
 def test_slots_bound_the_batches_at_a_time(run) -> None:
@@ -180,37 +153,29 @@ def test_slots_bound_the_batches_at_a_time(run) -> None:
     run(executor, 7, slots=3)
     assert executor.most_at_a_time == 3
     assert executor.batches == [[f"r/{i}"] for i in range(7)]
-
-
-def test_warm_slots_get_shrinking_shares(run) -> None:
-    executor = Script()
-    run(executor, 12, warm=True, slots=2)
-    sizes = [len(batch) for batch in executor.batches]
-    assert sizes == sorted(sizes, reverse=True)
+    warm = Script()
+    run(warm, 12, warm=True, slots=2)
+    sizes = [len(batch) for batch in warm.batches]
+    assert sizes == sorted(sizes, reverse=True), "shrinking shares end together"
     assert (sizes[0], sizes[-1], sum(sizes)) == (3, 1, 12)
 
 
-def test_cancelling_ends_the_remaining_points_and_the_executor(run) -> None:
-    executor = Script({"r/1": ["silent"]})
-    state, states, records = run(
-        executor, 4, stopped=lambda: "SIGTERM" if len(executor.batches) == 2 and not executor._updates else None
-    )
-    assert state is RunState.CANCELLED
-    assert executor.cancelled
-    assert states == {PointState.OK: 1, PointState.CANCELLED: 3}
-    assert [(p, s) for p, _, s in outcomes(records)][1:] == [(f"r/{i}", "cancelled") for i in (1, 2, 3)]
-    assert (records[-1].type, records[-1].state, records[-1].reason) == ("run_end", "cancelled", "SIGTERM")
-
-
-def test_a_cluster_that_is_gone_when_a_run_is_cancelled_leaves_it_cancelled(run) -> None:
-    class Gone(Script):
-        def cancel(self) -> None:
+@pytest.mark.parametrize("gone", [False, True], ids=["", "the cluster, too"])
+def test_cancelling_ends_the_remaining_points_and_the_executor(run, monkeypatch, gone: bool) -> None:
+    def cancel() -> None:
+        cancelled.append(True)
+        if gone:
             raise ExecutorGone("the cluster went away")
 
-    executor = Gone({"r/0": ["silent"]})
-    state, states, records = run(executor, 2, stopped=lambda: "SIGTERM" if executor.batches else None)
-    assert (state, states) == (RunState.CANCELLED, {PointState.CANCELLED: 2})
-    assert records[-1].state == "cancelled"
+    executor, cancelled = Script({"r/1": ["silent"]}), []
+    monkeypatch.setattr(executor, "cancel", cancel)
+    state, states, records = run(
+        executor, 4, stopped=lambda: "SIGTERM" if len(executor.batches) == 2 and not executor.updates else None
+    )
+    assert (state, cancelled) == (RunState.CANCELLED, [True])
+    assert states == {PointState.OK: 1, PointState.CANCELLED: 3}
+    assert outcomes(records) == ["r/0 1 ok", *(f"r/{i} 1 cancelled" for i in (1, 2, 3))]
+    assert (records[-1].type, records[-1].state, records[-1].reason) == ("run_end", "cancelled", "SIGTERM")
 
 
 def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> None:
@@ -223,122 +188,60 @@ def test_a_point_that_fails_because_everything_was_stopped_is_cancelled(run) -> 
             signals.extend("SIGTERM" for _, update in updates if isinstance(update, OutcomeRecord))
             return updates
 
-    fates = {"r/0": [PointState.CRASH]}
-    _, states, records = run(Stopped(fates), 1, stopped=lambda: signals[0] if signals else None)
+    _, states, records = run(Stopped({"r/0": ["crash"]}), 1, stopped=lambda: signals[0] if signals else None)
     assert states == {PointState.CANCELLED: 1}
-    assert outcomes(records) == [("r/0", 1, "cancelled")]
+    assert outcomes(records) == ["r/0 1 cancelled"]
 
 
-def test_a_store_that_is_another_folder_elsewhere_is_said_once(run, tmp_path) -> None:
+def test_a_store_that_is_another_folder_elsewhere_is_warned_of_once(run, tmp_path) -> None:
     store = tmp_path / "store"
     (store / "r/0000/1").mkdir(parents=True)
     (store / "r/0000/1/stdout.txt").touch()
-    _, states, records = run(Script(), 2, store=f"file://{store}")
-    assert not [r for r in records if isinstance(r, EventRecord)]  # both files are there
+    *_, records = run(Script(), 2, store=f"file://{store}")
+    assert events(records) == []  # it is there
     shutil.rmtree(store)
     _, states, records = run(Script(), 3, store=f"file://{store}")
     assert states == {PointState.OK: 3}
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert event.level == "warning"
+    [event] = events(records)
     assert event.message == (
         "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
     )
 
 
-def test_a_store_that_hangs_holds_up_no_run(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ArtifactStore, "exists", lambda *_: time.sleep(8))
-    begin = time.monotonic()
-    _, states, records = run(Script(), 3, store=f"file://{tmp_path}")
-    assert time.monotonic() - begin < 4
-    assert states == {PointState.OK: 3}
-    assert not [r for r in records if isinstance(r, EventRecord)]
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_that_answers_late_or_never_holds_up_no_point(run, tmp_path, monkeypatch, answers: bool) -> None:
+    asked, answer = threading.Event(), threading.Event()
 
+    def exists(*_: object) -> bool:
+        asked.set()
+        assert answer.wait(60)
+        return False
 
-def _answers_late(monkeypatch: pytest.MonkeyPatch, seconds: float, lacks: str) -> None:
-    """Have the folder of artifacts answer after some seconds; it lacks files of paths with a certain part."""
-    monkeypatch.setattr(ArtifactStore, "exists", lambda _, path: bool(time.sleep(seconds)) or lacks not in path)
-
-
-@pytest.mark.parametrize("points", [1, 6])
-def test_a_store_that_answers_late_is_said_to_be_another_folder(run, tmp_path, monkeypatch, points) -> None:
-    """Also where the answer comes after the last point."""
-    _answers_late(monkeypatch, 0.8, lacks="stdout")
-    _, states, records = run(Script(), points, store=f"file://{tmp_path}")
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert event.message.startswith("artifacts of node bench7 are not visible here")
-    assert isinstance(records[-1], RunEndRecord)
-    assert states == {PointState.OK: points}
-
-
-class Paced(Script):
-    """An update every tenth of a second; `longest` is the longest time between two questions for one."""
-
-    polled, longest = math.inf, 0.0
-
-    def poll(self, timeout: float) -> list:
-        self.longest = max(self.longest, time.monotonic() - self.polled)
-        time.sleep(0.1)
-        self.polled = time.monotonic()
-        return super().poll(timeout)
-
-
-def test_a_late_answer_is_told_while_the_run_goes_on(run, tmp_path, monkeypatch) -> None:
-    _answers_late(monkeypatch, 0.6, lacks="stdout")
-    _, _, records = run(Paced(), 6, store=f"file://{tmp_path}")
-    [told] = [place for place, record in enumerate(records) if isinstance(record, EventRecord)]
-    assert [r for r in records[told:] if isinstance(r, StartRecord)]
-
-
-def test_a_store_that_answers_late_holds_up_no_other_update(run, tmp_path, monkeypatch) -> None:
-    _answers_late(monkeypatch, 0.6, lacks="nothing")
-    executor = Paced()
-    _, _, records = run(executor, 4, store=f"file://{tmp_path}")
-    assert executor.longest < 0.4  # 0.5 s, before
-    assert not [r for r in records if isinstance(r, EventRecord)]
-
-
-def test_files_of_each_node_are_looked_for_where_the_store_answers_late(run, tmp_path, monkeypatch) -> None:
-    class Nodes(Script):
+    class Late(Script):
         def poll(self, timeout: float) -> list:
-            """Each point runs on a node of its own."""
-            return [(batch, _on_its_node(update)) for batch, update in super().poll(timeout)]
+            """The store answers after the third point."""
+            if answers and len(self.batches) == 4 and asked.wait(30):
+                answer.set()
+            return super().poll(timeout)
 
-    _answers_late(monkeypatch, 0.2, lacks="r/0002")
-    _, _, records = run(Nodes(), 4, store=f"file://{tmp_path}")
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert event.message.startswith("artifacts of node n2 are not visible here")
-
-
-def _on_its_node(update: object) -> object:
-    if isinstance(update, StartRecord):
-        return update.model_copy(update={"node": f"n{update.point_id[-1]}"})
-    if isinstance(update, ArtifactRecord):
-        path = f"r/000{update.point_id[-1]}/1/stdout.txt"
-        return update.model_copy(update={"artifact": update.artifact.model_copy(update={"path": path})})
-    return update
+    monkeypatch.setattr(ArtifactStore, "exists", exists)
+    monkeypatch.setattr(scheduler, "_LAST_LOOK_S", 30.0 if answers else 0.1)
+    _, states, records = run(Late(), 5, store=f"file://{tmp_path}")
+    answer.set()
+    assert states == {PointState.OK: 5}
+    assert len(events(records)) == answers
 
 
-def test_a_supervisor_that_is_lost_while_it_keeps_files_is_said_on_the_point(run) -> None:
-    class Lost(Script):
+@pytest.mark.parametrize("lost", [True, False], ids=["a lost supervisor", "a cancelled run"])
+def test_files_that_were_not_kept_are_warned_of_on_their_point(run, lost: bool) -> None:
+    class Ends(Script):
         def poll(self, timeout: float) -> list:
-            """Between the outcome of a point and its file the node goes away."""
-            updates = super().poll(timeout)
-            return [(batch, LOST if isinstance(update, ArtifactRecord) else update) for batch, update in updates]
+            """Between a point's outcome and its file the node goes away; or the file takes longer than the run."""
+            updates = [(batch, LOST if isinstance(u, ArtifactRecord) else u) for batch, u in super().poll(timeout)]
+            return updates if lost else [(b, u) for b, u in updates if not isinstance(u, BatchEnded)]
 
-    _, states, records = run(Lost(), 1)
-    assert states == {PointState.OK: 1}
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: the node went away")
-
-
-def test_files_that_a_cancelled_run_did_not_keep_are_said_on_their_point(run) -> None:
-    class Slow(Script):
-        def poll(self, timeout: float) -> list:
-            """The file of the point takes longer than the run."""
-            return [(batch, u) for batch, u in super().poll(timeout) if not isinstance(u, ArtifactRecord | BatchEnded)]
-
-    executor = Slow()
-    _, _, records = run(executor, 1, stopped=lambda: None if executor._updates or not executor.batches else "SIGTERM")
-    [event] = [r for r in records if isinstance(r, EventRecord)]
-    assert (event.point_id, event.message) == ("r/0", "some of its files may be missing: SIGTERM")
-    assert [(p, s) for p, _, s in outcomes(records)] == [("r/0", "ok")]
+    executor = Ends()
+    *_, records = run(executor, 1, stopped=lambda: None if executor.updates or not executor.batches else "SIGTERM")
+    why = "the node went away" if lost else "SIGTERM"
+    assert [(e.point_id, e.message) for e in events(records)] == [("r/0", f"some of its files may be missing: {why}")]
+    assert outcomes(records) == ["r/0 1 ok"]

@@ -1,8 +1,9 @@
-"""Plans that grow: points that follow from others, also where a run is resumed in the middle of a search."""
+"""Plans: points that follow from others, also in a resumed search; why a resumed run measures points again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,15 @@ from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
 from orchestrator.run import plan
-from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunRecord, StartRecord
+from orchestrator.store.records import (
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunRecord,
+    StartRecord,
+)
 
 CPU = {None: Machine("cpu", "test processor", 8 * 2**30)}
 RUN = RunRecord(run_id="r", name="t", kind="scaling", spec={"a": 1}, spec_hash="0", code_hash="same")
@@ -105,3 +114,45 @@ def test_other_points_than_the_runs_are_refused() -> None:
     for points in ([_size(1)], [_size(number) for number in range(9)]):
         with pytest.raises(UserError, match="its points differ from the spec's points"):
             plan.resumed_plan(RUN, points, CPU, old, _further, again=False)
+
+
+def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None], **changes: object) -> plan.Plan:
+    """The plan of a run of two points that were ok, resumed; the first with changes of its history."""
+    points = [_size(0), _size(1)]
+    old = plan.history(plan.new_plan(then, points, CPU).records)
+    assert old is not None
+    old.points = {name: replace(point, state=PointState.OK, attempt=1) for name, point in old.points.items()}
+    old.points["r/0"] = replace(old.points["r/0"], **changes)
+    return plan.resumed_plan(now, points, {None: machine}, old, again=False)
+
+
+def _events(todo: plan.Plan) -> list[str]:
+    return [record.message for record in todo.records if isinstance(record, EventRecord)]
+
+
+def test_a_resumed_run_says_why_points_are_measured_again() -> None:
+    """Nothing, where none is."""
+    assert (_resumed().assignments, _events(_resumed())) == ([], [])
+    changed = RUN.model_copy(update={"code_hash": "new"})
+    todo = _resumed(now=changed)
+    assert len(todo.assignments) == 2
+    (why,) = _events(todo)
+    assert why.startswith("2 points that had ended are measured again: the sources of nsa_core, jobs")
+    assert why.endswith("(code_hash same is now new)")
+    there = replace(CPU[None], name="another processor")
+    machine = "the device, its driver, a version or a variable differs from what they were measured with"
+    assert _events(_resumed(machine=there)) == [f"2 points that had ended are measured again: {machine}"]
+    assert _events(_resumed(now=changed, machine=there))[0].endswith(f"(code_hash same is now new); and {machine}")
+
+
+def test_another_artifact_store_is_warned_of_where_points_remain() -> None:
+    """A training would begin anew there, without its checkpoints."""
+    here, there = (RUN.model_copy(update={"artifact_store": f"file:///{name}"}) for name in "ab")
+    assert _events(_resumed(here, there)) == []
+    (warning,) = _events(_resumed(here, there, state=PointState.CANCELLED))
+    assert warning.startswith("NSA_ARTIFACT_STORE: file:///b: was file:///a; checkpoints that are only there are not")
+    assert _events(_resumed(here, here, state=PointState.CANCELLED)) == []
+
+
+def test_a_run_that_ended_before_its_first_point_is_resumed() -> None:
+    assert len(plan.resumed_plan(RUN, [_size(0)], CPU, plan.History(RUN), again=False).assignments) == 1
