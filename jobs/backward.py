@@ -20,9 +20,9 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor, nn
 
-from jobs.measure.call import TimingSpec, measure_call
+from jobs.measure.call import measure_call
 from jobs.measure.check import Agreement, WrongResult
-from jobs.measure.clock import TimingPlan
+from jobs.measure.clock import TimingSpec
 from jobs.measure.isolation import trace_branch
 from jobs.measure.layers import LayerWatch, Watched
 from jobs.measure.memory import measure_held, tensor_bytes
@@ -44,7 +44,7 @@ from jobs.specs.fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads, window_reasons
+from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
@@ -128,7 +128,7 @@ class Case(PassCase):
     repeats: int
     anomaly: bool
     hang_in_layer: int | None = None
-    timing: TimingPlan | None = None
+    timing: TimingSpec | None = None
     search: str | None = None
     answer: Mapping[str, float] | None = None
 
@@ -208,10 +208,9 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        dtype = torch_dtype(self.precision)
-        for heads in {heads_of(MODELS[case.preset]) for case in self.cases}:
-            reasons = backend_reasons(machine, dtype, heads) | window_reasons(machine, dtype)
-            refuse_unusable(self.implementations, reasons)
+        alone = window_reasons(machine, torch_dtype(self.precision))
+        for case in self.cases:
+            refuse_unusable(self.implementations, machine, self.precision, MODELS[case.preset], alone)
         if self.bisect:
             return self.next_points(machine, ())
         return [
@@ -279,14 +278,12 @@ class Spec(JobSpec):
             seq_len=seq_len,
             batch=self.batch,
             dtype=self.precision,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
+            **case_fields(self, machine),
             model=model,
             repeats=repeats,
             anomaly=anomaly,
             hang_in_layer=drill.hang_in_layer if drill is not None and hangs else None,
-            timing=None if self.bisect else self.timing.plan,
+            timing=None if self.bisect else self.timing,
             search=f"{name} {_label(case.preset, *variant)}" if self.bisect else None,
         )
         needed = None

@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jobs.measure.call import TimingSpec, bare_model, measure_call
+from jobs.measure.call import bare_model, measure_call
 from jobs.measure.check import Agreement
+from jobs.measure.clock import TimingSpec
 from jobs.measure.isolation import trace_branch
 from jobs.measure.operator import OperatorCase, Sweep
 from jobs.schema.axes import Axis
@@ -33,11 +34,10 @@ from jobs.specs.fields import (
     implementation_names,
     torch_dtype,
 )
-from jobs.specs.fit import backend_reasons, refuse_unusable, window_reasons
+from jobs.specs.fit import refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
-from nsa_core.backends import Heads
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
@@ -85,12 +85,10 @@ class Spec(JobSpec):
         Raises:
             SpecError: a backend cannot run on this machine.
         """
-        heads, dtype = self.shape, torch_dtype(self.dtype)
-        width = Heads(heads.head_dim, heads.query_heads // heads.kv_heads)
-        reasons = backend_reasons(machine, dtype, width) | window_reasons(machine, dtype)
-        refuse_unusable(self.backends, reasons, "backends")
+        heads, alone = self.shape, window_reasons(machine, torch_dtype(self.dtype))
         model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
-        sweep = Sweep(self, machine, Case, "attention", model, self.batch, self.dtype, self.timing.plan)
+        refuse_unusable(self.backends, machine, self.dtype, model, alone, "backends")
+        sweep = Sweep(self, machine, Case, "attention", model, self.batch, self.dtype, self.timing)
         points = []
         for seq_len, branch, pass_, backend in product(sorted(self.lengths), self.branches, self.passes, self.backends):
             if computes(backend, branch):

@@ -12,29 +12,22 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
-from jobs.measure.model_pass import (
-    Implementations,
-    ModelPass,
-    PassCase,
-    model_of_preset,
-)
+from jobs.measure.model_pass import ModelPass, PassCase, PresetSpec
 from jobs.measure.search import Untried, last_that_fits
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
 from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
-from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, torch_dtype
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
-from jobs.specs.nsa_effect import refuse_idle
-from jobs.specs.spec import JobSpec
+from jobs.specs.fields import Count, Lengths, Unique
+from jobs.specs.fit import case_fields, does_not_fit
 from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
@@ -65,25 +58,16 @@ class Case(PassCase):
     answer: Mapping[str, float] | None = None
 
 
-class Spec(JobSpec):
+class Spec(PresetSpec):
     """Implementations x batches x checkpointing, each with the lengths to try."""
 
     kind: Literal["capacity"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    preset: Preset
-    implementations: Implementations
     lengths: Lengths = Field(description="lengths to try; the answer is one of them")
     batches: Annotated[list[Count], Field(min_length=1), Unique] = Field(default=[1])
     checkpointing: Annotated[list[bool], Field(min_length=1), Unique] = Field(
         default=[False, True], description="compute blocks anew in the backward pass, to save memory"
     )
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
     plan: TrainingPlan | None = Field(default=None, description="a long run, for which slower lengths do not count")
-
-    @model_validator(mode="after")
-    def _check_effect(self) -> Self:
-        refuse_idle(self, self.nsa, self.implementations, self.precision)
-        return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """The first trial of each implementation, batch and checkpointing: the longest length predicted to fit.
@@ -91,9 +75,7 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        model = model_of_preset(self.preset, self.nsa, "dense")
-        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(model))
-        refuse_unusable(self.implementations, reasons | {"dense": None})
+        self.refuse_unusable(machine)
         return self.next_points(machine, ())
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
@@ -167,7 +149,6 @@ class Spec(JobSpec):
 
     def _case(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> Case:
         implementation, batch, checkpointing = series
-        model = replace(model_of_preset(self.preset, self.nsa, implementation), checkpointing=checkpointing)
         limit = machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
@@ -177,10 +158,8 @@ class Spec(JobSpec):
             seq_len=seq_len,
             batch=batch,
             dtype=self.precision,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
-            model=model,
+            **case_fields(self, machine),
+            model=self.model(implementation, checkpointing=checkpointing),
             limit_bytes=limit,
         )
 

@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.call import FunctionCall, ModelCase, TimingSpec, bare_model, measure_call
-from jobs.measure.clock import TimingPlan
+from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
+from jobs.measure.clock import TimingSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import (
@@ -31,9 +31,8 @@ from jobs.specs.fields import (
     Preset,
     Unique,
     implementation_names,
-    torch_dtype,
 )
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig, compress, nsa_attention
@@ -57,7 +56,7 @@ QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
 class Case(ModelCase):
     """One decoding step at one context length; `timing` limits the time measurement."""
 
-    timing: TimingPlan
+    timing: TimingSpec
 
     @property
     def tokens(self) -> int:
@@ -110,8 +109,7 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.dtype), heads_of(self.model))
-        refuse_unusable(self.implementations, reasons | {DENSE: None})
+        refuse_unusable(self.implementations, machine, self.dtype, self.model, {DENSE: None})
         points = []
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             attention = {"attention": DENSE} if implementation == DENSE else {"backend": implementation}
@@ -127,11 +125,9 @@ class Spec(JobSpec):
                 seq_len=seq_len,
                 batch=self.batch,
                 dtype=self.dtype,
-                device=machine.device,
-                seed=self.seed,
-                threads=threads(self, machine),
+                **case_fields(self, machine),
                 model=model,
-                timing=self.timing.plan,
+                timing=self.timing,
             )
             needed = held_bytes(model, self.batch, seq_len, case.torch_dtype.itemsize)
             points.append(

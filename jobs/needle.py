@@ -22,13 +22,11 @@ from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.check import check_attention
 from jobs.measure.memory import measure_peak
-from jobs.measure.model_pass import Implementations, model_of_preset
+from jobs.measure.model_pass import PresetSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
-from jobs.specs.fields import NSA, Count, Layers, Preset, Unique, torch_dtype
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
-from jobs.specs.nsa_effect import refuse_idle
-from jobs.specs.spec import JobSpec
+from jobs.specs.fields import Count, Layers, Preset, Unique
+from jobs.specs.fit import case_fields, does_not_fit
 from jobs.training.case import Layout, TrainingCase
 from jobs.training.data.needle_corpus import NeedleCorpus
 from jobs.training.errors import noting_sigterm
@@ -37,6 +35,7 @@ from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
 from jobs.training.state import Run, first_steady, steady_steps
+from nsa_core.model import PRESETS
 
 RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
 RECALL_WORST = Quantity("recall_worst", "%", "Recall at the worst depth", "worst depth", Better.HIGHER, Role.HEADLINE)
@@ -67,14 +66,12 @@ class Case(TrainingCase):
     converged_nat: float
 
 
-class Spec(JobSpec):
+class Spec(PresetSpec):
     """Lengths x implementations: a model trained on retrieval for each."""
 
     kind: Literal["needle"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     preset: Preset = "tiny"
     layers: Layers | None = Field(default=None, description="None: the preset's")
-    implementations: Implementations
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
     lengths: Annotated[list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1), Unique]
     depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
         default=[0, 25, 50, 75, 100], description="places of the needle that is asked for [%]"
@@ -89,7 +86,6 @@ class Spec(JobSpec):
         gt=0,
         description="change of the loss between the last two tenths of the steps that is no learning",
     )
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     compile: bool = Field(default=False, description="torch.compile the training step's passes, or fail")
     optimizer: OptimizerSpec = OptimizerSpec()
 
@@ -110,7 +106,6 @@ class Spec(JobSpec):
                 nearest = max(1, round(self.tokens / length)) * length
                 raise ValueError(f"tokens: {self.tokens}: is no multiple of the length {length}; use {nearest}")
         check_warm_up(self.optimizer, self.steps)
-        refuse_idle(self, self.nsa, self.implementations, self.precision)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
@@ -119,24 +114,19 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        dense = model_of_preset(self.preset, self.nsa, "dense")
-        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(dense))
-        refuse_unusable(self.implementations, reasons | {"dense": None})
+        self.refuse_unusable(machine)
         return [self._point(machine, length, name) for length in sorted(self.lengths) for name in self.implementations]
 
     def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
-        base = model_of_preset(self.preset, self.nsa, implementation)
         task = NeedleCorpus(self.needles, self.alphabet, self.seed)
-        model = replace(base, vocab_size=task.vocabulary, layers=self.layers or base.layers)
+        layers = self.layers or PRESETS[self.preset].layers
         case = Case(
             implementation=implementation,
             seq_len=seq_len,
             batch=(batch := self.tokens // seq_len),
             dtype=self.precision,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine),
-            model=model,
+            **case_fields(self, machine),
+            model=self.model(implementation, vocab_size=task.vocabulary, layers=layers),
             steps=self.steps,
             compile=self.compile,
             optimizer=self.optimizer,

@@ -20,8 +20,8 @@ from pydantic import Field
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage] - its profiler rows have it
 from torch.profiler import ProfilerActivity, profile
 
-from jobs.measure.call import TimingSpec, measure_call
-from jobs.measure.clock import TimingPlan
+from jobs.measure.call import measure_call
+from jobs.measure.clock import TimingSpec
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
@@ -38,7 +38,7 @@ QUANTITIES = (TIME, BUSY_TIME, SYNCHRONIZATIONS, RANGE_TIME, *MEMORY, *AGREEMENT
 class Case(PassCase):
     """One pass; `timing` is that of the pass without the profiler."""
 
-    timing: TimingPlan
+    timing: TimingSpec
 
 
 class Spec(PassSpec):
@@ -49,7 +49,7 @@ class Spec(PassSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """As PassSpec.pass_points."""
-        return self.pass_points(machine, Case, timing=self.timing.plan)
+        return self.pass_points(machine, Case, timing=self.timing)
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

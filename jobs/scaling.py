@@ -12,8 +12,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from jobs.measure.call import TimingSpec, bare_model
+from jobs.measure.call import bare_model
 from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, measure_operator
 from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
@@ -94,5 +95,5 @@ class Spec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        sweep = Sweep(self, machine, Case, self.workload, self.model, self.batch, self.dtype, self.timing.plan)
+        sweep = Sweep(self, machine, Case, self.workload, self.model, self.batch, self.dtype, self.timing)
         return sweep.points(self.lengths, self.passes, self.implementations)

@@ -21,9 +21,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.hardware.variables import effective
-from jobs.measure.call import TimingSpec, measure_call
+from jobs.measure.call import measure_call
 from jobs.measure.check import CEILING
-from jobs.measure.clock import TimingPlan
+from jobs.measure.clock import TimingSpec
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.process import messages
 from jobs.process.child import Child
@@ -89,7 +89,7 @@ class Case(PassCase):
         settings: names of the variables that the spec sets.
     """
 
-    timing: TimingPlan
+    timing: TimingSpec
     tolerance: ToleranceSpec
     settings: list[str]
     toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
@@ -138,7 +138,7 @@ class Spec(PassSpec):
         return self.pass_points(
             machine,
             Case,
-            timing=self.timing.plan,
+            timing=self.timing,
             tolerance=self.tolerance.model_copy(update={"outputs": outputs}),
             settings=self.settings,
         )

@@ -18,7 +18,7 @@ from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, threads
+from jobs.specs.fit import backend_reasons, case_fields, does_not_fit, heads_of
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
 from jobs.training.case import Layout, Parallel, TextCase, divided, implementation
@@ -195,9 +195,7 @@ class TrainingSpec(JobSpec):
             seq_len=self.seq_len,
             batch=self.batch,
             dtype=self.precision,
-            device=machine.device,
-            seed=self.seed,
-            threads=threads(self, machine, self.ranks),
+            **case_fields(self, machine, self.ranks),
             model=model,
             steps=self.steps,
             compile=self.compile,

@@ -7,20 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
 from jobs.measure.check import Agreement, HeadShape
-from jobs.measure.clock import TimingPlan, measure_time
+from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.route import route_of
 from jobs.schema.axes import Axes
 from jobs.schema.point import Beat, Case, Device, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
-from jobs.specs.fields import Count
-from jobs.specs.spec import Strict
 from nsa_core.model import ModelConfig
 
 
@@ -93,27 +90,6 @@ def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **size
     return replace(ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1), **sizes)
 
 
-class TimingSpec(Strict):
-    """Limits of a time measurement. Every sample taken is kept."""
-
-    repeats: Count = Field(default=10, description="samples to take at least")
-    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
-    max_s: float = Field(
-        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
-    )
-    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
-
-    @model_validator(mode="after")
-    def _check_order(self) -> TimingSpec:
-        if self.min_s > self.max_s:
-            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
-        return self
-
-    @property
-    def plan(self) -> TimingPlan:
-        return TimingPlan(self.repeats, self.min_s, self.max_s, self.warmup)
-
-
 class Call(Protocol):
     """Something to measure."""
 
@@ -152,7 +128,7 @@ def measure_call(
     beat: Beat,
     *,
     first_run: Callable[[C], object] | None = None,
-    timing: TimingPlan | None = None,
+    timing: TimingSpec | None = None,
     throughput: Quantity | None = THROUGHPUT,
     graphed: Callable[[Mapping[str, str]], bool] | None = None,
     memory: bool = True,

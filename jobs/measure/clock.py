@@ -9,34 +9,37 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from pydantic import Field, model_validator
 
 from jobs.schema.point import Beat
+from jobs.specs.fields import Count
+from jobs.specs.spec import Strict
 
 _STEADY_RUNS = 3  # number of last runs that decide whether warm-up has ended
 _STEADY_SPREAD = 0.1  # highest relative difference of the slowest and the fastest of them
 _BATCH_S = 0.2  # seconds of calls in a batch on CUDA
 
 
-@dataclass(frozen=True)
-class TimingPlan:
-    """Limits of a time measurement.
+class TimingSpec(Strict):
+    """Limits of a time measurement. Every sample taken is kept."""
 
-    Attributes:
-        repeats: least number of samples.
-        min_s: least sum of the samples in seconds.
-        max_s: sum of the samples in seconds after which sampling ends anyway, with at least one sample.
-        warmup: runs after which warming up ends, steady or not.
-    """
+    repeats: Count = Field(default=10, description="samples to take at least")
+    min_s: float = Field(default=0.5, ge=0, description="seconds of samples to take at least")
+    max_s: float = Field(
+        default=20, gt=0, le=10**6, description="seconds after which sampling, or warming up, ends anyway"
+    )
+    warmup: Count = Field(default=10, description="runs after which warming up ends, steady or not")
 
-    repeats: int
-    min_s: float
-    max_s: float
-    warmup: int
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.min_s > self.max_s:
+            raise ValueError(f"min_s: {self.min_s:g}: sampling ends after max_s; use at most max_s = {self.max_s:g}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -47,30 +50,42 @@ class Timing:
     method: str
 
 
-def measure_time(call: Callable[[], object], device: torch.device, plan: TimingPlan, beat: Beat) -> Timing:
+def measure_time(call: Callable[[], object], device: torch.device, plan: TimingSpec, beat: Beat) -> Timing:
     """Time `call`, which must do the same work each time.
 
     Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
     seconds. Garbage collection is off while sampling.
     """
-    warmups = _warm_up(call, device, plan, beat)
-    with _no_gc():
-        samples = (_sample_cuda if device.type == "cuda" else _sample_cpu)(call, device, plan, warmups, beat)
+    warmups: list[float] = []  # seconds
+    while not warmups or not (_is_steady(warmups) or len(warmups) >= plan.warmup or sum(warmups) >= plan.max_s):
+        beat("warm-up", len(warmups), plan.warmup)
+        warmups.append(_timed(call, device))
+    samples: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
+        filler = l2_filler(device) if device.type == "cuda" else None
+        while not samples or (
+            sum(samples) < 1000 * plan.max_s and (len(samples) < plan.repeats or sum(samples) < 1000 * plan.min_s)
+        ):
+            beat("time", len(samples), plan.repeats)
+            if filler is None:
+                samples.append(1000 * _timed(call, device))
+            else:
+                samples += _batch_on_cuda(call, batch, filler)
+    finally:
+        gc.enable()
     steady = "steady" if _is_steady(warmups) else f"not steady within {_STEADY_SPREAD:.0%}"
-    clock = "CUDA events, L2 overwritten before each run" if device.type == "cuda" else "performance counter"
+    clock = "performance counter" if filler is None else "CUDA events, L2 overwritten before each run"
     return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({steady}), {len(samples)} samples")
 
 
-def _warm_up(call: Callable[[], object], device: torch.device, plan: TimingPlan, beat: Beat) -> list[float]:
-    """Seconds of each warm-up run."""
-    runs: list[float] = []
-    while not runs or not (_is_steady(runs) or len(runs) >= plan.warmup or sum(runs) >= plan.max_s):
-        beat("warm-up", len(runs), plan.warmup)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        runs.append(time.perf_counter() - start)
-    return runs
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _is_steady(runs: list[float]) -> bool:
@@ -78,40 +93,16 @@ def _is_steady(runs: list[float]) -> bool:
     return len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
 
 
-def _enough(samples_ms: list[float], plan: TimingPlan) -> bool:
-    spent = sum(samples_ms) / 1000
-    return bool(samples_ms) and (spent >= plan.max_s or (len(samples_ms) >= plan.repeats and spent >= plan.min_s))
-
-
-def _sample_cpu(
-    call: Callable[[], object], device: torch.device, plan: TimingPlan, warmups: list[float], beat: Beat
-) -> list[float]:
-    samples: list[float] = []
-    while not _enough(samples, plan):
-        beat("time", len(samples), plan.repeats)
-        start = time.perf_counter()
+def _batch_on_cuda(call: Callable[[], object], batch: int, filler: torch.Tensor) -> list[float]:
+    """Milliseconds of each call; all are queued before the host waits."""
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
+    for start, end in pairs:
+        filler.zero_()
+        start.record()
         call()
-        samples.append((time.perf_counter() - start) * 1000)
-    return samples
-
-
-def _sample_cuda(
-    call: Callable[[], object], device: torch.device, plan: TimingPlan, warmups: list[float], beat: Beat
-) -> list[float]:
-    batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
-    flush = l2_filler(device)
-    samples: list[float] = []
-    while not _enough(samples, plan):
-        beat("time", len(samples), plan.repeats)
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
-        for start, end in pairs:
-            flush.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize(device)
-        samples.extend(start.elapsed_time(end) for start, end in pairs)
-    return samples
+        end.record()
+    torch.cuda.synchronize(filler.device)
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 def l2_filler(device: torch.device) -> torch.Tensor:
@@ -124,15 +115,3 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

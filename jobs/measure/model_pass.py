@@ -15,16 +15,14 @@ from torch import Tensor
 from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
-from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, implementation_names, torch_dtype
-from jobs.specs.fit import backend_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs import fit
+from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, implementation_names
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
-from nsa_core import NSAConfig
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]
-Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names("dense")]
 
 
 class PassCase(ModelCase):
@@ -50,23 +48,43 @@ class PassCase(ModelCase):
         return check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
 
 
-class PassSpec(JobSpec):
-    """Lengths x passes x implementations of one model."""
+class PresetSpec(JobSpec):
+    """The model of a preset under several implementations."""
 
     preset: Preset
-    implementations: Implementations
+    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names("dense")]
+    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> Self:
+        refuse_idle(self, self.nsa, self.implementations, self.precision)
+        return self
+
+    def model(self, implementation: str, **changes: Any) -> ModelConfig:
+        """The model with an implementation's attention, and other changes."""
+        dense = implementation == "dense"
+        attention = {"attention": "dense" if dense else "nsa", "backend": "auto" if dense else implementation}
+        base = PRESETS[self.preset]
+        return replace(base, nsa=self.nsa or base.nsa, **attention, **changes)
+
+    def refuse_unusable(self, machine: Machine) -> None:
+        """Raise SpecError if an implementation cannot run on the machine."""
+        fit.refuse_unusable(self.implementations, machine, self.precision, PRESETS[self.preset], {"dense": None})
+
+
+class PassSpec(PresetSpec):
+    """Lengths x passes x implementations of one model."""
+
     passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(
         default=["forward", "forward+backward", "train"], description="train: with AdamW's state and step"
     )
     lengths: Lengths
     batch: Count = 1
-    precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
 
     @model_validator(mode="after")
-    def _check_effect(self) -> Self:
-        refuse_idle(self, self.nsa, self.implementations, self.precision)
+    def _check_checkpointing(self) -> Self:
         if self.checkpointing and set(self.passes) == {"forward"}:
             raise ValueError(
                 "checkpointing: True: changes nothing of a forward pass; leave it out, or add forward+backward or "
@@ -83,38 +101,26 @@ class PassSpec(JobSpec):
         Raises:
             SpecError: an implementation cannot run on this machine.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
-        refuse_unusable(self.implementations, reasons | {"dense": None})
+        self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
-            model = model_of_preset(self.preset, self.nsa, implementation)
             case = case_type(
                 implementation=implementation,
                 pass_=pass_,
                 seq_len=seq_len,
                 batch=self.batch,
                 dtype=self.precision,
-                device=machine.device,
-                seed=self.seed,
-                threads=threads(self, machine),
-                model=replace(model, checkpointing=self.checkpointing),
+                **fit.case_fields(self, machine),
+                model=self.model(implementation, checkpointing=self.checkpointing),
                 **own,
             )
             needed = case.estimate().total if predicts(implementation) else None
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
-            skip = does_not_fit(needed, self, machine, advice)
+            skip = fit.does_not_fit(needed, self, machine, advice)
             label = f"{implementation} {pass_} S={seq_len}"
             points.append(Point(self.kind, label, case, case.axes(), needed, skip))
         return points
-
-
-def model_of_preset(preset: str, nsa: NSAConfig | None, implementation: str) -> ModelConfig:
-    """A preset's model whose attention is `implementation`; `nsa` replaces its block sizes, None keeps them."""
-    base = PRESETS[preset] if nsa is None else replace(PRESETS[preset], nsa=nsa)
-    if implementation == "dense":
-        return replace(base, attention="dense", backend="auto")
-    return replace(base, attention="nsa", backend=implementation)
 
 
 class ModelPass:

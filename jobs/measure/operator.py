@@ -12,13 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.call import FunctionCall, ModelCase, TimingSpec, bare_model, measure_call
+from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import DENSE_KERNELS
-from jobs.measure.clock import TimingPlan
+from jobs.measure.clock import TimingSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
 from jobs.specs.fields import MOST, BareNSA, DType, HeadsSpec, Large, Lengths, Passes, Unique, torch_dtype
-from jobs.specs.fit import backend_reasons, dense_reasons, does_not_fit, heads_of, refuse_unusable, threads
+from jobs.specs.fit import case_fields, dense_reasons, does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
@@ -33,7 +33,7 @@ OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
 class OperatorCase(ModelCase):
     """The operator or a whole model; `timing` limits the time measurement."""
 
-    timing: TimingPlan
+    timing: TimingSpec
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -161,7 +161,7 @@ class Sweep(Generic[CaseT]):
     model: ModelConfig
     batch: int
     dtype: str
-    timing: TimingPlan
+    timing: TimingSpec
     layout: str = ""
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
@@ -170,9 +170,8 @@ class Sweep(Generic[CaseT]):
         Raises:
             SpecError: an implementation cannot run on the machine.
         """
-        dtype, heads = torch_dtype(self.dtype), heads_of(self.model)
-        reasons = backend_reasons(self.machine, dtype, heads) | dense_reasons(self.machine, dtype, heads.width)
-        refuse_unusable(implementations, reasons)
+        dense = dense_reasons(self.machine, torch_dtype(self.dtype), self.model.head_dim)
+        refuse_unusable(implementations, self.machine, self.dtype, self.model, dense)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
             case = self.case_of(*coordinates)
@@ -204,9 +203,7 @@ class Sweep(Generic[CaseT]):
             seq_len=seq_len,
             batch=self.batch,
             dtype=self.dtype,
-            device=self.machine.device,
-            seed=self.spec.seed,
-            threads=threads(self.spec, self.machine),
+            **case_fields(self.spec, self.machine),
             model=model,
             timing=self.timing,
             **own,
@@ -239,6 +236,6 @@ class LayoutsSpec(JobSpec):
         for length, heads in product(sorted(self.lengths), self.shapes):
             model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
             batch, layout = max(1, self.tokens // length), f"{heads.query_heads}/{heads.kv_heads} d{heads.head_dim} "
-            settings = model, batch, self.dtype, self.timing.plan, layout
+            settings = model, batch, self.dtype, self.timing, layout
             sweeps.append((length, Sweep(self, machine, case, "attention", *settings)))
         return sweeps

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from jobs.process.messages import Beat, Note, RanksStarted, Samples, Warned
-from jobs.schema.point import NOWHERE, SHORT, Surroundings
+from jobs.schema.point import NOWHERE, SHORT, Reporter, Surroundings
 
 BEAT_INTERVAL_S = 0.2
 """Seconds within which further beats of one phase are not sent: pipe writes stay out of timing loops."""
@@ -46,8 +46,8 @@ class BeatFilter:
         return True
 
 
-class ProcessReporter:
-    """The jobs.schema.point.Reporter of a point's process, or of a rank.
+class ProcessReporter(Reporter):
+    """The Reporter of a point's process, or of a rank.
 
     The work only leaves its present values in a dictionary, so that a full pipe or a slow parent never holds it up.
 
@@ -93,7 +93,6 @@ class ProcessReporter:
             self._send(Beat(phase, int(done or 0), int(total or 0), self._rank or 0, self._beats))
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
-        """As jobs.schema.point.Reporter says."""
         rank = rank if self._rank is None else self._rank
         if self._units is not None and (unknown := [name for name in values if name not in self._units]):
             raise ValueError(f"series {unknown[0]}: is not declared by this name; mend the kind's QUANTITIES")
@@ -110,12 +109,10 @@ class ProcessReporter:
             self._thread.start()
 
     def warn(self, text: str) -> None:
-        """As jobs.schema.point.Reporter says."""
         line = " ".join(text.split())[: self._longest]
         self._send(Warned(line.encode(errors="backslashreplace").decode(), self._rank or 0))  # no lone surrogates
 
     def keep(self, name: str, text: str) -> None:
-        """As jobs.schema.point.Reporter says."""
         assert self._rank is None or len(text) <= SHORT, "it would not fit into one write"
         self._names[name] += self._rank is None  # the point's own process numbers its ranks' notes
         if (count := self._names[name]) > 1:
@@ -124,7 +121,6 @@ class ProcessReporter:
         self._send(Note(name, text, self._rank or 0))
 
     def ranks(self, pids: Sequence[int]) -> None:
-        """As jobs.schema.point.Reporter says."""
         self._send(RanksStarted(tuple(pids)))
 
     def close(self) -> None:

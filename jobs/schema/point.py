@@ -217,13 +217,20 @@ class Beat(Protocol):
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 
 
-class Reporter(Beat, Protocol):
-    """Beat that also takes samples of live series. Every point's worker passes one; a test may pass a plain Beat."""
+class Reporter:
+    """Beat that also takes samples of live series. Every point's worker passes a subclass; this one drops them.
 
-    @property
-    def surroundings(self) -> Surroundings:
-        """Places that the point may use."""
-        ...
+    Attributes:
+        surroundings: places that the point may use.
+    """
+
+    surroundings: Surroundings = NOWHERE
+
+    def __init__(self, beat: Beat) -> None:
+        self._beat = beat
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self._beat(phase, done, total)
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
         """Report the present values of series, by the name of a declared Quantity and in its unit.
@@ -238,11 +245,9 @@ class Reporter(Beat, Protocol):
         Raises:
             ValueError: a name is not among the kind's QUANTITIES.
         """
-        ...
 
     def warn(self, text: str) -> None:
         """Tell the user at once of something that went wrong and does not end the point, in one line."""
-        ...
 
     def keep(self, name: str, text: str) -> None:
         """Keep a short text with the point at once, as one of its files, for those who look at it while it runs.
@@ -251,34 +256,11 @@ class Reporter(Beat, Protocol):
             name: of the file, as in Measurement.files; a further one of an attempt is numbered: NAME-2.json.
             text: of at most SHORT characters, ASCII.
         """
-        ...
 
     def ranks(self, pids: Sequence[int]) -> None:
         """Tell that the point's ranks have been started: their processes by rank, to be watched each by itself."""
-        ...
 
 
 def reporter(beat: Beat) -> Reporter:
     """The Reporter that a job was passed; for a plain function one that drops samples and has no surroundings."""
-    return beat if hasattr(beat, "sample") else _Unsampled(beat)  # pyright: ignore[reportReturnType] - by its method
-
-
-class _Unsampled:
-    def __init__(self, beat: Beat) -> None:
-        self._beat = beat
-        self.surroundings = NOWHERE
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self._beat(phase, done, total)
-
-    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
-        """Drop the samples."""
-
-    def warn(self, text: str) -> None:
-        """Drop the warning."""
-
-    def keep(self, name: str, text: str) -> None:
-        """Drop the text."""
-
-    def ranks(self, pids: Sequence[int]) -> None:
-        """Drop the processes."""
+    return beat if hasattr(beat, "sample") else Reporter(beat)  # pyright: ignore[reportReturnType] - by its method

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from jobs.schema.point import TRITON_PROBLEM, Machine
 from jobs.schema.quantities import readable_bytes
-from jobs.specs.fields import DENSE, WINDOW_ALONE
+from jobs.specs.fields import DENSE, WINDOW_ALONE, torch_dtype
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import Heads, untested
@@ -69,17 +70,33 @@ def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, s
     return reasons
 
 
-def refuse_unusable(names: Sequence[str], reasons: Mapping[str, str | None], field: str = "implementations") -> None:
-    """Raise SpecError for the first name of a spec's field with a reason why it cannot run."""
+def refuse_unusable(
+    names: Sequence[str],
+    machine: Machine,
+    dtype: str,
+    model: ModelConfig,
+    also: Mapping[str, str | None],
+    field: str = "implementations",
+) -> None:
+    """Raise SpecError for the first name of a spec's field with a reason why it cannot run on `machine`.
+
+    Args:
+        also: reasons of names that are no backend of all branches; None: it can.
+    """
+    reasons = {**backend_reasons(machine, torch_dtype(dtype), heads_of(model)), **also}
     for name in names:
         if (reason := reasons[name]) is not None:
             usable = [other for other, against in reasons.items() if against is None]
             raise SpecError(f"{field}: {name!r}: {reason}; use {', '.join(usable)}")
 
 
-def threads(spec: JobSpec, machine: Machine, ranks: int = 1) -> int | None:
-    """CPU threads of a point, or of each of its ranks: the cores it is scheduled with; None (PyTorch's) on a GPU."""
-    return max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
+def case_fields(spec: JobSpec, machine: Machine, ranks: int = 1) -> dict[str, Any]:
+    """Fields of a case that follow from the machine and what all specs have.
+
+    Its CPU threads, of each rank: the cores that the point is scheduled with; None (PyTorch's) on a GPU.
+    """
+    threads = max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
+    return {"device": machine.device, "seed": spec.seed, "threads": threads}
 
 
 def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:

@@ -6,7 +6,7 @@ A field that has its default's value is never refused: it is as if it were left 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from jobs.specs.fields import DENSE, computes
@@ -61,40 +61,29 @@ def refuse_idle(
     """
     if nsa is None:
         return
-    measured = _Measured.of(implementations, branches)
-    if not measured.sparse:
+    chosen = [*branches]
+    sparse = {(x, y) for x in implementations if x not in DENSE for y in chosen if computes(x, y)}
+    measured = {branch for _, branch in sparse}
+    if ALL in measured:
+        measured = {*BRANCHES}
+    if not sparse:
         idle, reason = [name for name in ACTS_ON if _is_set(nsa, name)], "changes nothing of dense attention"
         raise ValueError(_message(nsa, idle, reason, "add an implementation of NSA"))
-    packing = any(packs(name, spec.device, dtype) for name, branch in measured.sparse if branch in (ALL, "slc"))
-    acting = {name for name in ACTS_ON if measured.branches & {*ACTS_ON[name]} and (name != "slots" or packing)}
+    packing = any(packs(name, spec.device, dtype) for name, branch in sparse if branch in (ALL, "slc"))
+    acting = {name for name in ACTS_ON if measured & {*ACTS_ON[name]} and (name != "slots" or packing)}
     idle = [name for name in ACTS_ON if name not in acting and _is_set(nsa, name)]
     if not _without(nsa, idle):  # the sizes of others need some of them
         idle = [name for name in idle if _without(nsa, [name])]
     if not idle:
         return
     needed = ACTS_ON[idle[0]]
-    if measured.branches & {*needed}:
+    if measured & {*needed}:
         packed = (
             "a decoding step has none" if dtype is None else "only Triton's kernels pack them, on a GPU in bfloat16"
         )
         raise ValueError(_message(nsa, idle, packed))
-    reason = f"changes nothing of branch {' or '.join(name for name in BRANCHES if name in measured.branches)}"
+    reason = f"changes nothing of branch {' or '.join(name for name in BRANCHES if name in measured)}"
     raise ValueError(_message(nsa, idle, reason, f"measure {', '.join(needed)} or all, too"))
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Pairs of an implementation of NSA and a branch that it computes or "all"; all branches of them."""
-
-    sparse: frozenset[tuple[str, str]]
-    branches: frozenset[str]
-
-    @classmethod
-    def of(cls, implementations: Iterable[str], branches: Iterable[str]) -> _Measured:
-        chosen = [*branches]
-        pairs = {(x, y) for x in implementations if x not in DENSE for y in chosen if computes(x, y)}
-        alone = {branch for _, branch in pairs}
-        return cls(frozenset(pairs), frozenset(BRANCHES if ALL in alone else alone))
 
 
 def _is_set(nsa: NSAConfig, name: str) -> bool:

@@ -14,7 +14,7 @@ from jobs.hardware.environment import environment
 from jobs.hardware.machine import probe
 from jobs.hardware.stats import summarize
 from jobs.measure import clock
-from jobs.measure.clock import TimingPlan, measure_time
+from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.schema.quantities import TIME
 from jobs.training.live import training_flops_per_token, visited_keys
@@ -40,7 +40,7 @@ def test_two_samples_give_no_interval_and_no_sample_is_an_error() -> None:
 
 def test_the_clock_measures_time_and_beats_at_every_run() -> None:
     beats: list[str] = []
-    plan = TimingPlan(repeats=4, min_s=0, max_s=10, warmup=5)
+    plan = TimingSpec(repeats=4, min_s=0, max_s=10, warmup=5)
     begun = time.perf_counter()
     timing = measure_time(lambda: time.sleep(0.01), CPU, plan, lambda phase, done=0, total=0: beats.append(phase))
     whole_ms = 1000 * (time.perf_counter() - begun)
@@ -60,13 +60,15 @@ def test_the_clock_warms_up_until_three_runs_are_alike_and_samples_for_as_long_a
         now += next(runs) / 1000
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
-    timing = measure_time(call, CPU, TimingPlan(repeats=2, min_s=0.045, max_s=10, warmup=9), lambda *_: None)
+    timing = measure_time(call, CPU, TimingSpec(repeats=2, min_s=0.045, max_s=10, warmup=9), lambda *_: None)
     assert timing.samples_ms == pytest.approx([10] * 5)
     assert timing.method == "performance counter; 6 warm-up runs (steady), 5 samples"
 
 
 def test_the_clock_ends_a_slow_call_in_time_and_reports_that_it_was_not_steady() -> None:
-    timing = measure_time(lambda: time.sleep(0.05), CPU, TimingPlan(100, 100, 0.01, 100), lambda *_: None)
+    timing = measure_time(
+        lambda: time.sleep(0.05), CPU, TimingSpec(repeats=100, min_s=0, max_s=0.01, warmup=100), lambda *_: None
+    )
     assert len(timing.samples_ms) == 1
     assert "not steady" in timing.method
 

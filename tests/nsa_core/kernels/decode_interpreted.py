@@ -198,7 +198,7 @@ def test_a_step_can_be_measured_again_and_again():
     """Steps as in jobs/decode.py: each first removes the token of the previous one."""
     from jobs.decode import Case, attention_step, check_steps
     from jobs.measure.call import bare_model
-    from jobs.measure.clock import TimingPlan
+    from jobs.measure.clock import TimingSpec
 
     case = Case(
         workload="attention",
@@ -211,7 +211,7 @@ def test_a_step_can_be_measured_again_and_again():
         seed=0,
         threads=None,
         model=bare_model(4, 2, 16, layers=2, nsa=replace(SMALL, slc_count=3), backend="triton"),
-        timing=TimingPlan(1, 0, 1, 1),
+        timing=TimingSpec(repeats=1, min_s=0, max_s=1, warmup=1),
     )
     agreement = check_steps(case)
     assert agreement.error <= agreement.bound < 1e-4
