@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -16,16 +16,16 @@ from sqlalchemy.orm import Session
 
 from jobs.schema.plain_text import from_csv_cell, in_a_line, shown
 from jobs.schema.states import Origin
+from orchestrator.database_url import BrokenStoreError, StoreError, StoreUnavailable
 from orchestrator.errors import UserError
-from orchestrator.store import journal, reported_layouts, writer
+from orchestrator.store import journal, reported, writer
 from orchestrator.store.models import Run
-from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord
-from orchestrator.store.reported import Reader, Row
+from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord
 from orchestrator.store.store import Store
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 TABLE_LIMIT = 256 << 20
-"""Bytes of a table, whose rows are all read before the first is stored: at most a tenfold of memory."""
+"""Bytes of a table, whose rows are all read before the first is stored."""
 
 _AT_ONCE = 1_000  # points of a table, with their metrics
 
@@ -54,7 +54,7 @@ def import_file(store: Store, path: Path) -> ImportSummary:
     """Store the journal (.jsonl, .jsonl.gz) or reported table (.csv) at `path`; doing it again adds no duplicates.
 
     Raises:
-        UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong.
+        UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong: nothing is stored.
         StoreUnavailable: the database cannot be reached.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a device may have no end, a pipe no beginning
@@ -66,66 +66,68 @@ def import_file(store: Store, path: Path) -> ImportSummary:
     raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
-@dataclass
-class _Contents:
-    """Counts and beginnings of a journal's runs; the records themselves would take ten times its size in memory."""
-
-    records: int = 0
-    points: set[str] = field(default_factory=set)
-    metrics: int = 0
-    first: dict[str, RunRecord] = field(default_factory=dict)  # beginning of each run
-    begun: dict[str, set[datetime]] = field(default_factory=dict)  # times of all of them
-
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> _Contents:
-        found = cls()
-        for record in records:
-            found.records += 1
-            match record:
-                case RunRecord():
-                    found.first.setdefault(record.run_id, record)
-                    found.begun.setdefault(record.run_id, set()).add(record.at)
-                case PointRecord():
-                    found.points.add(record.point_id)
-                case OutcomeRecord():
-                    found.metrics += len(record.metrics)
-        return found
-
-
 def _import_journal(store: Store, path: Path) -> ImportSummary:
-    found = _Contents.of(journal.read(path))
-    if not found.records:
-        raise ImportFileError(f"file: '{path}' holds no records; give the journal of a run")
-    with store.session(writes=True) as session:
-        for run_id, first in found.first.items():
-            _in_turn(session, f"nsa import of {run_id}")
+    count, run_id, metrics = 0, "", 0
+    points: set[str] = set()
+    begins: list[RunRecord] = []  # all records would be ten times the journal's size in memory
+    for record in journal.read(path):
+        count, run_id = count + 1, record.run_id
+        match record:
+            case RunRecord():
+                begins.append(record)
+            case PointRecord():
+                points.add(record.point_id)
+            case OutcomeRecord():
+                metrics += len(record.metrics)
+    if not count:
+        raise ImportFileError(
+            f"file: '{path}' holds no records; write it again from the run's database: nsa export RUN --journal"
+        )
+    try:
+        with _in_turn(store, f"nsa import of {run_id}") as session:
             stored = session.get(Run, run_id)
-            if stored is not None and not _same_run(stored, first, found.begun[run_id]):
+            if stored is not None and begins and not _same_run(stored, begins):
                 raise ImportFileError(
                     f"file: '{path}' is of another run than the {run_id!r} in {store.name}, "
                     f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
                 )
-        writer.apply(session, islice(journal.read(path), found.records))  # a run may write on
-    return ImportSummary(
-        path=path,
-        origin=" and ".join(sorted({first.origin.value for first in found.first.values()})) or Origin.MEASURED,
-        run_ids=tuple(found.first),
-        points=len(found.points),
-        metrics=found.metrics,
-        unchanged=False,
-    )
+            writer.apply(session, islice(journal.read(path), count))  # a run may write on
+    except (StoreUnavailable, BrokenStoreError):
+        raise
+    except StoreError:
+        _apply_each(store, path, count)
+    origin = begins[0].origin if begins else Origin.MEASURED
+    return ImportSummary(path, origin, (run_id,), len(points), metrics, unchanged=False)
 
 
-def _in_turn(session: Session, what: str) -> None:
-    """Wait for the end of another import of the same: Postgres would refuse the rows that both found missing."""
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
-
-
-def _same_run(stored: Run, first: RunRecord, begun: Set[datetime]) -> bool:
+def _same_run(stored: Run, begins: list[RunRecord]) -> bool:
     """Whether a journal's beginnings can be of the stored run; the first is a resumption if earlier lines are lost."""
+    first = begins[0]
     same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
-    return same and (first.resumed > 0 or stored.created_at in begun)
+    return same and (first.resumed > 0 or stored.created_at in {begin.at for begin in begins})
+
+
+def _apply_each(store: Store, path: Path, count: int) -> None:
+    """Store the records one by one, so that an error names the line of the one that the database refuses."""
+    line = 0
+    try:
+        with store.session(writes=True) as session:
+            for record in islice(journal.read(path), count):
+                line += 1
+                writer.apply(session, [record])
+    except (StoreUnavailable, BrokenStoreError):
+        raise
+    except StoreError as err:
+        raise ImportFileError(f"file: '{path}': line {line}: {err}; nothing of the file is stored") from None
+
+
+@contextmanager
+def _in_turn(store: Store, what: str) -> Iterator[Session]:
+    """A session that writes after another import of the same: Postgres would refuse rows that both found missing."""
+    with store.session(writes=True) as session:
+        if session.get_bind().dialect.name == "postgresql":
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(what, 0))))
+        yield session
 
 
 def _import_table(store: Store, path: Path) -> ImportSummary:
@@ -138,13 +140,12 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
         raise ImportFileError(f"file: '{path}': {what}; correct the cell") from None
     if not any(run.points or run.notes for run, _ in runs):
         raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
-    with store.session(writes=True) as session:
-        _in_turn(session, "nsa import of tables")
+    with _in_turn(store, "nsa import of tables") as session:
         changed = [run for run, begin in runs if _begun(session, begin)]
         # Points of many runs before their metrics: with the first metric, Postgres plans how it finds their points.
         ended = chain.from_iterable(run.ended() for run in changed)
         while some := list(islice(ended, _AT_ONCE)):
-            writer.apply(session, (record for records in zip(*some, strict=True) for record in records))
+            writer.apply(session, chain.from_iterable(zip(*some, strict=True)))
         for run in changed:
             writer.apply(session, (*run.events(), run.end()))
     points = [point for run, _ in runs for point in run.points]
@@ -153,33 +154,7 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
     return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged=not changed)
 
 
-class _Texts(dict[str, str]):
-    """The texts of cells, one for all equal ones: most cells of a table repeat others."""
-
-    def __missing__(self, cell: str) -> str:
-        return self.setdefault(cell, from_csv_cell(cell))
-
-
-class _Cells(Mapping[str, str]):
-    """A row of a table; a cell or column that is not there is empty."""
-
-    __slots__ = ("_cells", "_places")
-
-    def __init__(self, places: Mapping[str, int], cells: tuple[str, ...]) -> None:
-        self._places, self._cells = places, cells
-
-    def __getitem__(self, name: str) -> str:
-        place = self._places.get(name, len(self._cells))
-        return self._cells[place] if place < len(self._cells) else ""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-def _rows(path: Path) -> tuple[Reader, list[Row]]:
+def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
     """The rows of a table, each with its file and line, and their reader. Raises ImportFileError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -187,15 +162,25 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
                 raise ImportFileError(
                     f"file: '{path}' has more than {TABLE_LIMIT >> 20} MiB; split it into one file a run"
                 )
-            reader = csv.reader(file)
-            columns = [from_csv_cell(name) for name in next(reader, [])]
-            if (read := reported_layouts.layout(columns)) is None:
+            lines = csv.reader(file)
+            columns = cells = [from_csv_cell(name) for name in next(lines, [])]
+            if (read := reported.layout(columns)) is None:
                 raise ImportFileError(
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            whole = os.pread(file.fileno(), 1, max(0, size - 1)) in (b"\n", b"\r")
-            return read, list(_cells(((reader.line_num, cells) for cells in reader), columns, path.name, whole))
+            rows, texts = [], _Texts()
+            for cells in lines:
+                if cells:
+                    place = f"{path.name} line {lines.line_num}"
+                    rows.append(reported.Row(zip(columns, map(texts.__getitem__, cells), strict=False), file=place))
+            ended = os.pread(file.fileno(), 1, max(0, size - 1)) in (b"\n", b"\r")
+            if not ended and len(cells) < len(columns):  # cut off, perhaps in a number
+                raise ImportFileError(
+                    f"file: '{path.name}' ends in line {lines.line_num}, in the cell {len(cells)} of {len(columns)}; "
+                    "give the whole file"
+                )
+            return read, rows
     except (OSError, UnicodeDecodeError) as err:
         reason = err.strerror if isinstance(err, OSError) else "not text"
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
@@ -203,24 +188,11 @@ def _rows(path: Path) -> tuple[Reader, list[Row]]:
         raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None
 
 
-def _cells(numbered: Iterable[tuple[int, list[str]]], columns: list[str], name: str, whole: bool) -> Iterator[Row]:
-    """The rows by their columns, each with its place in the file as its column `file`.
+class _Texts(dict[str, str]):
+    """The texts of cells, one for all equal ones: most cells of a table repeat others."""
 
-    Args:
-        whole: whether the last line has an end.
-
-    Raises:
-        ImportFileError: it has none, and lacks cells: the file was cut off, perhaps in a number.
-    """
-    places = {"file": 0} | {column: place for place, column in enumerate(columns, 1) if column not in ("", "file")}
-    texts, line, cells = _Texts(), 0, columns
-    for line, cells in numbered:
-        if cells:
-            yield _Cells(places, (f"{name} line {line}", *map(texts.__getitem__, cells)))
-    if not whole and len(cells) < len(columns):
-        raise ImportFileError(
-            f"file: '{name}' ends in line {line}, in the cell {len(cells)} of {len(columns)}; give the whole file"
-        )
+    def __missing__(self, cell: str) -> str:
+        return self.setdefault(cell, from_csv_cell(cell))
 
 
 def _begun(session: Session, begin: RunRecord) -> bool:

@@ -362,7 +362,7 @@ def test_what_is_no_file_is_not_read(store: Store, tmp_path: Path, name: str, ma
         ("x.txt", "", "neither .jsonl nor .csv"),
         ("x.csv", "a,b\n1,2\n", "unknown columns (a, b)"),
         ("x.csv", b"\xff\xfe\x00", "not text"),
-        ("x.jsonl", "", "holds no records"),
+        ("x.jsonl", "", "holds no records; write it again from the run's database: nsa export RUN --journal"),
         ("x.jsonl", "{}\n", "line 1 is no record"),
         ("missing.jsonl", None, "cannot be read"),
         ("missing.csv", None, "cannot be read"),
@@ -427,7 +427,7 @@ def test_events_stored_at_once_are_checked_each(store: Store, sweep, tmp_path: P
     events[650] = EventRecord(run_id=RUN, point_id=f"{RUN}/{point}", message="of a point")
     write_compressed(tmp_path / "x.jsonl.gz", [*records, *events, *events[:10]])
     if point == "99":
-        with pytest.raises(UserError, match=r"point: '.*/99' is not in the database"):
+        with pytest.raises(UserError, match=r"line 686: point: '.*/99' is not in the database; .* stored$"):
             import_file(store, tmp_path / "x.jsonl.gz")
         assert queries.counts(store)["runs"] == 0
         return
