@@ -5,28 +5,55 @@ A point is one kind of attention. The training is that of `train` with checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, median
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from jobs import train
+from jobs.hardware.stats import SLOPE_INTERVAL, common_slope
 from jobs.schema.axes import Axis
-from jobs.schema.point import STARTING, Beat, Machine, Measurement, Point
+from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point
+from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.errors import Suspended, noting_sigterm
 from jobs.training.launch import run_ranks
-from jobs.training.soak.history import SoakPlan
-from jobs.training.soak.metrics import COUNTS, SLOPES, soak_measurement
+from jobs.training.live import LOSS
+from jobs.training.metrics import common_metrics, compared, per_byte, speed, with_history
+from jobs.training.report import RankReport
+from jobs.training.soak import GB, HOST_MEMORY, MEMORY_HELD, Interval, SoakHistory, SoakPlan
+from jobs.training.state import Run
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
 
+MEMORY_SLOPE = Quantity(
+    "memory_slope", "MiB/h", "Growth of the memory held", "memory slope", Better.LOWER, Role.HEADLINE
+)
+MEMORY_GROWTH = Quantity("memory_growth", "%/1000 steps", "Growth of the memory held by step", better=Better.LOWER)
+ALLOCATED_SLOPE = Quantity("allocated_slope", "MiB/h", "Growth of the memory allocated", better=Better.LOWER)
+HOST_MEMORY_SLOPE = Quantity("host_memory_slope", "MiB/h", "Growth of the host memory", better=Better.LOWER)
+THROUGHPUT_DRIFT = Quantity(
+    "throughput_drift", "%/h", "Drift of the throughput", "throughput drift", Better.HIGHER, Role.HEADLINE
+)
+ALERT_TIME = Quantity("alert_time", "min", "Training time above the alert", better=Better.LOWER)
+SOAK_TIME = Quantity("soak_time", "h", "Training time of the soak")
+PIECES = Quantity("pieces", "1", "Pieces of the soak")
+INTERRUPTIONS = Quantity("interruptions", "1", "Interruptions of the soak", better=Better.LOWER)
+RESTARTS = Quantity("restarts", "1", "Restarts of the ranks", better=Better.LOWER)
 AXES = (*train.AXES, Axis("minutes", "whole", "minutes"))
-QUANTITIES = (*SLOPES, *train.QUANTITIES, *COUNTS)
+QUANTITIES = (
+    *(MEMORY_SLOPE, MEMORY_GROWTH, ALLOCATED_SLOPE, HOST_MEMORY_SLOPE, THROUGHPUT_DRIFT, *train.QUANTITIES),
+    *(ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, RESTARTS, MEMORY_HELD, HOST_MEMORY),
+)
+
+HISTORY = "soak.csv"
+"""Name of the file with the intervals of the rank that holds the most memory."""
 
 Case = train.Case
 
+_MIB = 2**20
 _START_S = 900  # of a point's deadline, for start-up, checkpoints and the check of the attention
 _LONGEST_S = 10**6  # that a deadline can be
 
@@ -108,10 +135,151 @@ def measure(case: Case, beat: Beat) -> Measurement:
         while True:
             reports = run_ranks(case, beat, stop)
             restarts += reports[0].environment["training"]["restarts"]
-            history = reports[0].run.soak
-            assert history is not None
+            history = _history(reports[0].run)
             if history.done:
-                return soak_measurement(case, reports, restarts)
+                return _measurement(case, reports, restarts)
             if stop.is_set():
                 raise Suspended(f"SIGTERM ended the soak after piece {history.pieces}: nsa submit SPEC --resume RUN")
             beat(STARTING)
+
+
+def _measurement(case: Case, reports: Sequence[RankReport], restarts: int) -> Measurement:
+    """Results of a whole soak from the reports of its last process, by rank.
+
+    Times and losses are the first rank's; memory is that of the rank that holds the most.
+
+    Args:
+        restarts: of all pieces in this attempt.
+    """
+    assert case.soak is not None
+    first, worst = reports[0], max(reports, key=lambda each: _highest(_history(each.run), lambda i: i.held))
+    history = _history(worst.run)
+    metrics = [
+        *_memory(history, case.soak),
+        *_times(case, first),
+        *_ranks([report.run for report in reports], case.soak),
+        *_counts(worst.run),
+        Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
+        *common_metrics(case, reports, worst),
+    ]
+    environment = with_history(first)
+    environment["training"] = {**environment["training"], "restarts": restarts}
+    return Measurement(tuple(metrics), first.route, environment, {**worst.peak.files, HISTORY: history.to_csv()})
+
+
+def _history(run: Run) -> SoakHistory:
+    assert run.soak is not None
+    return run.soak
+
+
+def _highest(history: SoakHistory, size: Callable[[Interval], int]) -> float:
+    """The highest of sizes over all intervals [MiB]."""
+    return max((size(interval) for interval in history.intervals), default=0) / _MIB
+
+
+def _memory(history: SoakHistory, plan: SoakPlan) -> list[Metric]:
+    """Highest memory and its slopes, of one rank."""
+    settled = history.settled(plan)
+    gpu = any(interval.allocated for interval in history.intervals)
+    held = "memory reserved on the GPU" if gpu else "resident memory"
+    sizes = tuple(interval.held / _MIB for interval in history.intervals)
+    of_mean = f"{held} in percent of its mean"
+    metrics = [
+        Metric.of(
+            MEMORY_HELD, max(sizes, default=0.0), sizes, f"highest {held} over all processes; samples: intervals"
+        ),
+        *_slope(MEMORY_SLOPE, settled, lambda i: i.held / _MIB, held),
+        *_slope(MEMORY_GROWTH, settled, lambda i: i.held / _MIB, of_mean, lambda i: i.thousands, relative=True),
+    ]
+    if gpu:
+        allocated = "highest memory allocated in an interval"
+        metrics += _slope(ALLOCATED_SLOPE, settled, lambda i: i.allocated / _MIB, allocated)
+        metrics += _slope(HOST_MEMORY_SLOPE, settled, lambda i: i.resident / _MIB, "resident memory")
+        highest = _highest(history, lambda i: i.resident)
+        metrics.append(Metric.of(HOST_MEMORY, highest, method="highest resident memory over all processes"))
+    return metrics
+
+
+def _slope(
+    quantity: Quantity,
+    intervals: Sequence[Interval],
+    y: Callable[[Interval], float],
+    what: str,
+    x: Callable[[Interval], float] = lambda i: i.hours,
+    *,
+    relative: bool = False,
+    levels: bool = True,
+) -> list[Metric]:
+    """Slope of y against x over intervals; none with too few of them.
+
+    Args:
+        what: y in words.
+        relative: in percent of the mean of y.
+        levels: processes have levels of their own, before their first checkpoint and after.
+    """
+    values = [y(interval) for interval in intervals]
+    pieces = [interval.memory_level if levels else 0 for interval in intervals]
+    slope = common_slope(pieces, [x(interval) for interval in intervals], values)
+    if slope is None:
+        return []
+    scale = 100 / fmean(values) if relative else 1.0
+    low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
+    fit = f"least squares over {len(values)} intervals"
+    fit += ", one slope and levels of each process before and after its first checkpoint" * levels
+    method = f"{what}: {fit}; {SLOPE_INTERVAL}"
+    return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
+
+
+def _times(case: Case, report: RankReport) -> list[Metric]:
+    """Step time, throughput and its drift, figures of the plan if any, and the loss."""
+    assert case.soak is not None
+    intervals, (settled, words) = _history(report.run).intervals, _settled(report.run, case.soak)
+    drift = _slope(
+        THROUGHPUT_DRIFT,
+        settled,
+        lambda i: case.tokens * i.steps / i.seconds,
+        "throughput in percent of its mean",
+        relative=True,
+        levels=False,
+    )
+    losses = tuple(interval.loss / interval.steps for interval in intervals)
+    last = losses[-max(1, len(losses) // 10) :]
+    method = f"mean of the last {len(last)} intervals; samples: means of all intervals{per_byte(case)}"
+    return [
+        *speed(case, report, [i.seconds / i.steps for i in settled], words),
+        *drift,
+        Metric.of(LOSS, fmean(last), losses, method),
+    ]
+
+
+def _settled(run: Run, plan: SoakPlan) -> tuple[list[Interval], str]:
+    """The intervals that count for times, of a short soak the last one; and which they are, in words."""
+    words = f"means of intervals of {plan.interval_s:.3g} s, the first {plan.warm_up_s:.3g} s of each process left out"
+    return _history(run).settled(plan) or _history(run).intervals[-1:], words
+
+
+def _ranks(runs: Sequence[Run], plan: SoakPlan) -> list[Metric]:
+    """Comparison of several ranks."""
+    steps, compute, busy, words = [], [], [], ""  # time and own compute time of a step [ms]; utilisation [%]
+    for run in runs:
+        mine, words = _settled(run, plan)
+        steps.append(median(1000 * i.seconds / i.steps for i in mine))
+        measured = [i for i in mine if i.compute_ms]
+        compute.append(sum(i.compute_ms for i in measured) / sum(i.steps for i in measured) if measured else None)
+        looks = sum(i.looks for i in mine)
+        busy.append(sum(i.busy for i in mine) / looks if looks else None)
+    of_compute, of_looks = f"all steps, by {words}", f"looks once a second, {words}"
+    return compared((steps, f"median of each rank's {words}"), (compute, of_compute), (busy, of_looks))
+
+
+def _counts(run: Run) -> list[Metric]:
+    history = _history(run)
+    processes = sum(step >= run.foreign for step in run.begun)
+    ends = "processes that ended before their piece did, and had saved a checkpoint"
+    alert = f"memory held, of the rank that holds the most; samples once a second; 1 GB = {GB:,} bytes"
+    return [
+        Metric.of(SOAK_TIME, history.elapsed_s / 3600, method="without checkpoints, held-out losses and start-up"),
+        Metric.of(PIECES, history.pieces, method="processes that trained to the end of their piece"),
+        Metric.of(INTERRUPTIONS, max(0, processes - history.pieces), method=ends),
+        Metric.of(ALERT_TIME, history.alert_s / 60, method=alert),
+    ]

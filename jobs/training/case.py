@@ -12,7 +12,7 @@ from jobs.schema.training_plan import TrainingPlan
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
 from jobs.training.optimizer import OptimizerSpec
-from jobs.training.soak.history import SoakPlan
+from jobs.training.soak import SoakPlan
 from nsa_core.memory import estimate_model, predicts
 from nsa_core.model import ModelConfig
 

@@ -28,7 +28,7 @@ from jobs.training.errors import Diverged, Stopped, Suspended
 from jobs.training.live import LiveTraining, ModelFlops
 from jobs.training.optimizer import learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, clip_gradients, local
-from jobs.training.soak.watch import SoakWatch
+from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, Step, TrainingState, is_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import NSATransformer
@@ -179,7 +179,7 @@ class Trainer:
                 self._notes.first_step(number, self.route)
             self._asked = self._asked or step.stop
             if self._watch is not None:
-                self._watch.take(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)
+                self._watch.add(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)
                 continue
             run.losses.append(step.loss)
             run.seconds.append(ended - before_it)

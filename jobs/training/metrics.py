@@ -58,15 +58,50 @@ def measurement(case: TextCase, reports: Sequence[RankReport]) -> Measurement:
     Times and losses are the first rank's, as the ranks wait for each other in every step; memory and the agreement with
     the oracle are those of the worst rank.
     """
-    first = reports[0]
-    worst = max(reports, key=lambda report: report.peak.allocated)
+    first, worst = reports[0], max(reports, key=lambda report: report.peak.allocated)
+    run = first.run
+    last = max(1, len(run.losses) // 10)
+    method = f"mean of the last {last} steps; samples: all steps{per_byte(case)}"
+    if case.data.tokenized:
+        method += f"; in epoch {first.environment['training']['corpus']['epochs']} of the documents"
+    metrics = [
+        *speed(case, first, [run.seconds[step] for step in steady_steps(run)], _left_out(run)),
+        *_ranks(reports),
+        Metric.of(LOSS, sum(run.losses[-last:]) / last, tuple(run.losses), method),
+        *common_metrics(case, reports, worst),
+    ]
+    return Measurement(tuple(metrics), first.route, with_history(first), worst.peak.files)
+
+
+def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankReport) -> list[Metric]:
+    """Metrics of every training: energy, held-out losses, memory of a step, checkpoints, agreement with the oracle.
+
+    Args:
+        worst: the rank whose memory counts.
+    """
+    run, peak, expected = reports[0].run, worst.peak, case.estimate()
+    heldout = f"mean cross entropy over fixed batches of held-out {'documents' if case.data.tokenized else 'files'}"
+    metrics = [
+        *energy_per_token([report.energy for report in reports]),
+        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout + per_byte(case)),
+        Metric.of(HELDOUT_LOSS, run.after, method=heldout + per_byte(case)),
+        *peak.metrics(),
+    ]
+    if expected is not None:
+        error = 100 * (expected - peak.allocated) / peak.allocated
+        metrics.append(Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_memory"))
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
-    steady = [first.run.seconds[step] for step in steady_steps(first.run)]
-    metrics = [*speed(case, first, steady, _left_out(first.run)), *energy_per_token([r.energy for r in reports])]
-    metrics += _ranks(reports)
-    metrics += [*_quality(case, first), *memory(case, worst), *checkpoint_costs(first), *agreement.metrics()]
-    environment = {**first.environment, "training": first.environment["training"] | history(first)}
-    return Measurement(tuple(metrics), first.route, environment, worst.peak.files)
+    return [*metrics, *_checkpoint_costs(reports[0]), *agreement.metrics()]
+
+
+def with_history(report: RankReport) -> dict[str, Any]:
+    """The environment of a training, with the history of its checkpoints and resumes."""
+    if (history := report.checkpoints) is None:
+        return dict(report.environment)
+    found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
+    resumes = {"resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
+    training = {**report.environment["training"], "checkpoints": found, **resumes}
+    return {**report.environment, "training": training}
 
 
 def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
@@ -155,7 +190,7 @@ def _left_out(run: Run) -> str:
     return f"{' and '.join(parts)} left out"
 
 
-def checkpoint_costs(report: RankReport) -> list[Metric]:
+def _checkpoint_costs(report: RankReport) -> list[Metric]:
     """Costs of the checkpoints that the last attempt saved, its failures, and the step that it went on from."""
     if (history := report.checkpoints) is None:
         return []
@@ -166,51 +201,12 @@ def checkpoint_costs(report: RankReport) -> list[Metric]:
         (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
     ):
         metrics += [summarize(quantity, values, method)] if values else []
-    if len(report.run.begun) > 1:
-        method = f"of {len(report.run.begun) - 1} resumes"
-        metrics.append(Metric.of(RESUMED_STEP, report.run.begun[-1], tuple(map(float, report.run.begun[1:])), method))
+    if resumes := report.run.begun[1:]:
+        method = f"of {len(resumes)} resumes"
+        metrics.append(Metric.of(RESUMED_STEP, resumes[-1], tuple(map(float, resumes)), method))
     return metrics
-
-
-def history(report: RankReport) -> dict[str, Any]:
-    """The training's checkpoints and resumes, as part of the point's environment."""
-    if (history := report.checkpoints) is None:
-        return {}
-    found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
-    return {"checkpoints": found, "resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
-
-
-def _quality(case: TextCase, report: RankReport) -> list[Metric]:
-    """Losses; those of tokens are sums over the tokens, divided by the bytes of their text."""
-    run = report.run
-    last = max(1, len(run.losses) // 10)
-    ending = sum(run.losses[-last:]) / last
-    method = f"mean of the last {last} steps; samples: all steps{per_byte(case)}"
-    if case.data.tokenized:
-        method += f"; in epoch {report.environment['training']['corpus']['epochs']} of the documents"
-    return [Metric.of(LOSS, ending, tuple(run.losses), method=method), *heldout_losses(case, run)]
 
 
 def per_byte(case: TextCase) -> str:
     """The end of a loss's method: of what it is."""
     return ", of tokens, divided by the bytes of their text" if case.data.tokenized else ""
-
-
-def heldout_losses(case: TextCase, run: Run) -> list[Metric]:
-    """Held-out loss before and after the training."""
-    texts = "documents" if case.data.tokenized else "files"
-    heldout = f"mean cross entropy over fixed batches of held-out {texts}{per_byte(case)}"
-    return [
-        Metric.of(HELDOUT_LOSS_BEFORE, run.before, method=heldout),
-        Metric.of(HELDOUT_LOSS, run.after, method=heldout),
-    ]
-
-
-def memory(case: TextCase, report: RankReport) -> list[Metric]:
-    """Peak memory of one whole step, and the error of the estimate."""
-    peak, expected = report.peak, case.estimate()
-    if expected is None:
-        return peak.metrics()
-    error = 100 * (expected - peak.allocated) / peak.allocated
-    method = "(predicted - measured) / measured, of peak_memory"
-    return [*peak.metrics(), Metric.of(ESTIMATE_ERROR, error, method=method)]

@@ -29,8 +29,7 @@ from jobs.training.data.base import Corpus
 from jobs.training.data.byte_corpus import load_corpus
 from jobs.training.data.token_corpus import load_tokens
 from jobs.training.loop import Trainer
-from jobs.training.soak.history import SoakHistory
-from jobs.training.soak.watch import SoakWatch
+from jobs.training.soak import SoakHistory, SoakWatch
 from jobs.training.state import Run
 
 if TYPE_CHECKING:

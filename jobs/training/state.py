@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from jobs.training.data.base import Batches
-from jobs.training.soak.history import SoakHistory
+from jobs.training.soak import SoakHistory
 from nsa_core.model import NSATransformer
 
 RESUME_WARM_UP = 3

@@ -214,7 +214,7 @@ class Checkpoints:
         }
         own = {"generators": generators(self._device), "compute_ms": torch.tensor(run.compute_ms, dtype=torch.float64)}
         if run.soak is not None:
-            progress["soak"], own["soak"] = run.soak.shared(), run.soak.own()
+            progress["soak"], own["soak"] = run.soak.state_dicts()
         return {
             **state.tensors(),
             "progress": packed(progress),
@@ -248,7 +248,7 @@ class Checkpoints:
             run.compute_ms = own["compute_ms"].tolist()
             set_generators(own["generators"], self._device)
             if run.soak is not None and manifest.key == self._key:  # other code's time does not count
-                run.soak.take_over(progress["soak"], own["soak"])
+                run.soak.load_state_dicts(progress["soak"], own["soak"])
         else:
             run.compute_ms = [math.nan] * manifest.step
 

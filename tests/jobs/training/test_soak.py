@@ -7,7 +7,6 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,8 +16,9 @@ from processes import descendants
 from trainings import EARLY, Keeping, by_name, of_the_kill, small
 from travelling import travelled
 
+from jobs.hardware.stats import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
-from jobs.soak import QUANTITIES, Spec, measure
+from jobs.soak import HOST_MEMORY_SLOPE, QUANTITIES, Spec, _ranks, _slope, measure
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec as TrainSpec
@@ -26,9 +26,7 @@ from jobs.train import measure as train
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.report import train_rank
-from jobs.training.soak.history import INTERVALS, Interval, SoakHistory, SoakPlan
-from jobs.training.soak.metrics import HOST_MEMORY_SLOPE, _ranks, _slope, common_slope
-from jobs.training.soak.watch import SoakWatch
+from jobs.training.soak import INTERVALS, Interval, SoakHistory, SoakPlan, SoakWatch
 from jobs.training.state import Run
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -151,9 +149,9 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
         watch = _watch(plan, history)
         while not watch.over:
             step += 1
-            watch.take(step, 2.0, 0.1, history.elapsed_s, 70.0)
+            watch.add(step, 2.0, 0.1, history.elapsed_s, 70.0)
         later = SoakHistory()
-        later.take_over(history.shared(), history.own())
+        later.load_state_dicts(*history.state_dicts())
         assert later == history
         history = later
     assert history.pieces == 3
@@ -174,14 +172,14 @@ def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monke
         looks.append((0, 0, 10**9))
         return looks[-1]
 
-    monkeypatch.setattr("jobs.training.soak.watch._memory", memory)
+    monkeypatch.setattr("jobs.training.soak._memory", memory)
     plan = SoakPlan(10, 10, 60, 65)
     for cut in range(700, 720):
         told, history = Watching(tmp_path), SoakHistory()
         looks.clear()
         watch = _watch(plan, history, told)
         for step in range(1, 800):
-            watch.take(step, 2.0, 0.1, history.elapsed_s)
+            watch.add(step, 2.0, 0.1, history.elapsed_s)
             if step in (cut, cut + 35):
                 watch.note_checkpoint()
                 assert {interval.held for interval in history.settled(plan)} == {10**9}
@@ -195,23 +193,23 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = 59.0
-    monkeypatch.setattr("jobs.training.soak.watch._memory", lambda device: (0, int(held * 1e9), 10**9))
+    monkeypatch.setattr("jobs.training.soak._memory", lambda device: (0, int(held * 1e9), 10**9))
     told, history = Watching(tmp_path), SoakHistory()
     watch = _watch(SoakPlan(60, 20, 60, 65), history, told)
     for step in range(1, 1201):
         held = 59.0 if step <= 600 else 61.0
-        watch.take(step, 2.0, 0.5, history.elapsed_s)
+        watch.add(step, 2.0, 0.5, history.elapsed_s)
     assert told.warnings == [
         "rank 0 holds 61 GB, more than alert_gb: 60, after 5.02 min and 602 steps, in process 1; after the first "
         "warm-up it held 59 GB"
     ]
     assert history.alert_s == pytest.approx(300, abs=1)
     again = _watch(SoakPlan(60, 20, 60, 65), history, told)
-    again.take(1201, 2.0, 1.0, history.elapsed_s)
+    again.add(1201, 2.0, 1.0, history.elapsed_s)
     assert len(told.warnings) == 1, "the next process knows"
     held = 65.5
     with pytest.raises(MemoryLimit, match=r"^rank 0 holds 65\.5 GB, more than limit_gb: 65, after 10 min and 1,202 st"):
-        again.take(1202, 2.0, 1.0, history.elapsed_s)
+        again.add(1202, 2.0, 1.0, history.elapsed_s)
 
 
 def test_a_gpu_that_was_busy_in_all_pieces_but_the_last_one_counts_as_busy() -> None:
@@ -220,9 +218,9 @@ def test_a_gpu_that_was_busy_in_all_pieces_but_the_last_one_counts_as_busy() -> 
     while not history.done:
         watch = _watch(plan, history, utilization=lambda share=busy[history.pieces]: share)
         while not watch.over:
-            watch.take(1, 2.0, 0.5, history.elapsed_s)
+            watch.add(1, 2.0, 0.5, history.elapsed_s)
         saved, history = history, SoakHistory()
-        history.take_over(saved.shared(), saved.own())
+        history.load_state_dicts(*saved.state_dicts())
     (found,) = [m.value for m in _ranks([_of(history)] * 2, plan) if m.name == "rank_utilization"]
     assert 80 < found < 90
     rows = [line.split(",")[-1] for line in history.to_csv().splitlines()]
@@ -232,11 +230,11 @@ def test_a_gpu_that_was_busy_in_all_pieces_but_the_last_one_counts_as_busy() -> 
     assert unknown.to_csv().endswith(",nan\n")
 
 
-def _of(history: SoakHistory) -> Any:
-    return SimpleNamespace(run=Run(soak=history))
+def _of(history: SoakHistory) -> Run:
+    return Run(soak=history)
 
 
-def _report(compute_ms: float | None, busy: float | None) -> Any:
+def _report(compute_ms: float | None, busy: float | None) -> Run:
     """Report of a rank, with one settled interval of ten steps of 100 ms."""
     looked = {} if busy is None else {"busy": 2 * busy, "looks": 2}
     interval = Interval(0, 60, 10, 10, 1.0, warm=True, compute_ms=10 * (compute_ms or 0), **looked)

@@ -1,0 +1,274 @@
+"""A soak on one rank: its plan, its history through all of its processes, and the watch that writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+
+from jobs.measure.memory import resident_bytes
+from jobs.schema.point import Beat, reporter
+from jobs.schema.quantities import Better, Quantity
+from jobs.training.errors import MemoryLimit
+
+MEMORY_HELD = Quantity("memory_held", "MiB", "Memory held by a rank", "memory held", Better.LOWER)
+HOST_MEMORY = Quantity("host_memory", "MiB", "Host memory of a rank", "host memory", Better.LOWER)
+
+INTERVALS = 1000
+"""Intervals that a whole soak is divided into."""
+
+WARM_UP_S = 60.0
+"""Longest warm-up of a process [s of training]; of shorter pieces it is their first tenth."""
+
+GB = 10**9
+_LOOK_S = 1.0  # of training between two looks at the memory; each interval ends with one, too
+
+_COLUMNS = (  # of the table
+    *("process", "end_s", "end_step", "steps", "step_ms", "loss"),
+    *("allocated_mib", "reserved_mib", "resident_mib", "warm_up", "after_checkpoint"),
+    *("compute_ms", "busy"),
+)
+
+
+@dataclass(frozen=True)
+class SoakPlan:
+    """Times and bounds of a soak.
+
+    Attributes:
+        minutes: of training, over all pieces.
+        piece_minutes: of training after which a process ends, and a fresh one goes on.
+        alert_gb, limit_gb: memory that a rank holds [GB]: beyond it a warning, the end.
+    """
+
+    minutes: float
+    piece_minutes: float
+    alert_gb: float
+    limit_gb: float
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds of an interval of the history."""
+        return 60 * self.minutes / INTERVALS
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds of each process that do not count for slopes and times."""
+        return min(WARM_UP_S, 6 * self.piece_minutes)
+
+
+@dataclass
+class Interval:
+    """Steps in a row.
+
+    Attributes:
+        process: number of the process among those that trained, from 0.
+        end_s: seconds of training at its end.
+        end_step: steps done at its end.
+        steps, seconds: number and time of its steps.
+        loss: sum over its steps [nat/byte].
+        allocated, reserved: bytes on the GPU, the highest; 0 on a CPU.
+        resident: bytes of the process in the host's memory, the highest.
+        warm: whether it begins after the warm-up of its process.
+        after_checkpoint: whether its process had begun a checkpoint: the first one leaves buffers behind, saved or not.
+        compute_ms: sum of the rank's own compute times; 0 where they are unknown.
+        busy: sum of the utilisation of its GPU in `looks` looks [%].
+    """
+
+    process: int
+    end_s: float
+    end_step: int
+    steps: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    allocated: int = 0
+    reserved: int = 0
+    resident: int = 0
+    warm: bool = False
+    after_checkpoint: bool = False
+    compute_ms: float = 0.0
+    busy: float = 0.0
+    looks: int = 0
+
+    @property
+    def memory_level(self) -> int:
+        """Number of the level at which memory stays but for growth: two a process, before its first checkpoint and
+        after."""
+        return 2 * self.process + self.after_checkpoint
+
+    @property
+    def held(self) -> int:
+        """Bytes that the process holds: of the GPU if it uses one, else of the host's memory."""
+        return self.reserved or self.resident
+
+    @property
+    def hours(self) -> float:
+        """Hours of training until its middle."""
+        return (self.end_s - self.seconds / 2) / 3600
+
+    @property
+    def thousands(self) -> float:
+        """Thousands of steps until its middle."""
+        return (self.end_step - self.steps / 2) / 1000
+
+
+@dataclass
+class SoakHistory:
+    """Findings of a soak up to a step; checkpoints store them, so that each process goes on with the whole.
+
+    Attributes:
+        elapsed_s: seconds of training, of all processes.
+        alert_s: those above the alert.
+        pieces: processes that reached the end of their piece.
+        done: whether the whole time has been trained.
+        intervals: in order; the last one may still grow.
+    """
+
+    elapsed_s: float = 0.0
+    alert_s: float = 0.0
+    pieces: int = 0
+    done: bool = False
+    intervals: list[Interval] = field(default_factory=list)
+
+    def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Values in which ranks must agree, and those of this rank, as plain numbers."""
+        shared = {"elapsed_s": self.elapsed_s, "pieces": self.pieces, "done": self.done}
+        return shared, {"alert_s": self.alert_s, "intervals": [astuple(interval) for interval in self.intervals]}
+
+    def load_state_dicts(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Go on from what `state_dicts` returned."""
+        self.elapsed_s, self.pieces, self.done = shared["elapsed_s"], shared["pieces"], shared["done"]
+        self.alert_s = own["alert_s"]
+        self.intervals = [Interval(*row) for row in own["intervals"]]
+
+    def settled(self, plan: SoakPlan) -> list[Interval]:
+        """Intervals that count for slopes and times: without warm-up, and not cut short by their memory level's end."""
+        return [each for each in self.intervals if each.warm and each.seconds >= plan.interval_s / 2]
+
+    def to_csv(self) -> str:
+        """A table of all intervals: seconds, MiB, nat/byte, ms of a step, %."""
+        lines = [",".join(_COLUMNS)]
+        for each in self.intervals:
+            times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
+            sizes = ",".join(f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.resident))
+            flags = f"{int(not each.warm)},{int(each.after_checkpoint)}"
+            own = f"{each.compute_ms / each.steps:.4f},{each.busy / each.looks if each.looks else float('nan'):.1f}"
+            lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags},{own}")
+        return "\n".join(lines) + "\n"
+
+
+class SoakWatch:
+    """Writes the steps of one process of a soak into the history of all of them.
+
+    Args:
+        history: of the processes before; the watch goes on with it.
+        device: of this rank, whose memory is watched: reserved by PyTorch's allocator on a GPU, else resident.
+        beat: gets the alert and the live series MEMORY_HELD and HOST_MEMORY.
+        utilization: of this rank's GPU [%]; None if it is unknown.
+
+    Attributes:
+        over: whether the piece's time is over; equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: SoakPlan,
+        history: SoakHistory,
+        device: torch.device,
+        rank: int,
+        beat: Beat,
+        utilization: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.plan = plan
+        self.history = history
+        self.over = False
+        self._device = device
+        self._rank = rank
+        self._utilization = utilization
+        self._report = reporter(beat)
+        self._process = 0
+        self._after_checkpoint = False
+        self._begun_s = history.elapsed_s
+        self._looked_s = -_LOOK_S
+
+    def begin(self, process: int) -> None:
+        """Begin the piece of process number `process`, once the history has been loaded."""
+        self._process = process
+        self._begun_s = self._looked_s = self.history.elapsed_s
+
+    def note_checkpoint(self) -> None:
+        """Note that this process begins a checkpoint, whose buffers stay whether or not it is saved.
+
+        Looks at the memory, too: the last interval may end here without a look, at a process's first checkpoint or as
+        the last one that the next process finds. Raises MemoryLimit.
+        """
+        if self._looked_s < self.history.elapsed_s:
+            last = self.history.intervals[-1]
+            self._look(last.end_step, last)
+        self._after_checkpoint = True
+
+    def add(self, step: int, loss: float, seconds: float, agreed_s: float, compute_ms: float | None = None) -> None:
+        """Add a step.
+
+        Args:
+            step: its number, from 1.
+            loss: [nat/byte].
+            seconds: its time.
+            agreed_s: seconds of training up to it, equal on all ranks.
+            compute_ms: this rank's own compute time; None if unknown.
+
+        Raises:
+            MemoryLimit: this rank holds more than the plan allows.
+        """
+        history, plan = self.history, self.plan
+        warm = history.elapsed_s - self._begun_s >= plan.warm_up_s
+        last = history.intervals[-1] if history.intervals else None
+        fresh = Interval(self._process, 0, 0, warm=warm, after_checkpoint=self._after_checkpoint)
+        if last is None or last.seconds >= plan.interval_s or last.memory_level != fresh.memory_level:
+            history.intervals.append(last := fresh)
+        history.elapsed_s += seconds
+        over = agreed_s >= min(self._begun_s + 60 * plan.piece_minutes, 60 * plan.minutes)
+        history.pieces += over and not self.over
+        self.over = over
+        history.done = agreed_s >= 60 * plan.minutes
+        last.steps += 1
+        last.seconds += seconds
+        last.loss += loss
+        last.compute_ms += compute_ms or 0.0
+        last.end_s, last.end_step = history.elapsed_s, step
+        if self.over or last.seconds >= plan.interval_s or history.elapsed_s - self._looked_s >= _LOOK_S:
+            self._look(step, last)
+
+    def _look(self, step: int, last: Interval) -> None:
+        """Look at the memory since the last look, and at the GPU's utilisation."""
+        since, self._looked_s = self._looked_s, self.history.elapsed_s
+        allocated, reserved, resident = _memory(self._device)
+        last.allocated, last.reserved = max(last.allocated, allocated), max(last.reserved, reserved)
+        last.resident = max(last.resident, resident)
+        if (busy := self._utilization()) is not None:
+            last.busy += busy
+            last.looks += 1
+        held, plan = reserved or resident, self.plan
+        self._report.sample(step, {MEMORY_HELD.name: held / 2**20, HOST_MEMORY.name: resident / 2**20}, self._rank)
+        if held <= plan.alert_gb * GB:
+            return
+        settled = self.history.settled(plan)
+        before = f"; after the first warm-up it held {settled[0].held / GB:.3g} GB" if settled else ""
+        bound = f"limit_gb: {plan.limit_gb:g}" if held > plan.limit_gb * GB else f"alert_gb: {plan.alert_gb:g}"
+        after = f"after {self.history.elapsed_s / 60:.3g} min and {step:,} steps, in process {self._process + 1}"
+        text = f"rank {self._rank} holds {held / GB:.4g} GB, more than {bound}, {after}{before}"
+        if held > plan.limit_gb * GB:
+            raise MemoryLimit(text)
+        if self.history.alert_s == 0:
+            self._report.warn(text)
+        self.history.alert_s += self.history.elapsed_s - since
+
+
+def _memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes allocated (the highest since the last call) and reserved on a GPU, and resident in the host's memory."""
+    if device.type != "cuda":
+        return 0, 0, resident_bytes()
+    allocated = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return allocated, torch.cuda.memory_reserved(device), resident_bytes()

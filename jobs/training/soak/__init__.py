@@ -1,1 +1,0 @@
-"""A soak over its processes."""
