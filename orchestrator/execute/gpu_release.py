@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,21 +40,20 @@ def visible(gpus: str | None, stopped: Callable[[], bool] = lambda: False) -> li
         return []
 
 
-def card_name(gpu: str, stopped: Callable[[], bool] = lambda: False) -> str | None:
-    """Name of a GPU, as the probe names the machine; None where NVML cannot say."""
-    try:
-        return _answer(lambda: nvml.describe(gpu), stopped).get("name")
-    except (nvml.NvmlError, pynvml.NVMLError):
-        return None
+def misfit(gpus: Sequence[str], planned: str | None, stopped: Callable[[], bool] = lambda: False) -> str | None:
+    """Reason why a point that is planned for a card, as the probe named it, may not be measured on these GPUs.
 
-
-def misfit(gpu: str, planned: str | None, stopped: Callable[[], bool] = lambda: False) -> str | None:
-    """Reason why a point that is planned for a card may not be measured on this GPU; None if it may."""
-    card = card_name(gpu, stopped) if planned else None
-    if card in (planned, None):
-        return None
-    fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
-    return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
+    None if it may, and where NVML cannot say which they are.
+    """
+    for gpu in gpus if planned else ():
+        try:
+            card = _answer(lambda gpu=gpu: nvml.describe(gpu), stopped).get("name")
+        except (nvml.NvmlError, pynvml.NVMLError):
+            continue
+        if card not in (planned, None):
+            fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+            return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from jobs.hardware.process_usage import PointUsage
 from jobs.hardware.telemetry import Telemetry
@@ -22,16 +21,6 @@ _PACE_STEP_S = 1.0
 _MOST_PHASES = 100  # whose pace is remembered, the latest
 
 
-@dataclass
-class _Piece:
-    """Samples of one series that were not passed on yet."""
-
-    unit: str
-    steps: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-
 class LiveSeries:
     """Collects the samples of one attempt, its own and the telemetry's, into pieces of two seconds or more.
 
@@ -42,13 +31,13 @@ class LiveSeries:
     def __init__(self, assignment: Assignment, meter: Telemetry | PointUsage) -> None:
         self._assignment = assignment
         self._meter = meter
-        self._pieces: dict[tuple[int, str], _Piece] = {}
+        self._samples: dict[tuple[int, str, str], list[tuple[int, float, float]]] = defaultdict(list)
         self._begun = self._passed_on = self._read = time.monotonic()
 
     def take(self, samples: Samples) -> None:
         """Add samples of the measurement."""
         for name, value in samples.values.items():
-            self._add(samples.rank, name, samples.units[name], samples.step, samples.at, value)
+            self._samples[samples.rank, name, samples.units[name]].append((samples.step, samples.at, value))
 
     def follow(self, pids: Sequence[int]) -> None:
         """Read the usage of each of these processes, by rank, where the meter reads processes."""
@@ -75,30 +64,18 @@ class LiveSeries:
     def _read_meter(self) -> None:
         for reading in self._meter.readings():
             for quantity, value in reading.values.items():
-                self._add(reading.rank, quantity.name, quantity.unit, reading.number, reading.at, value)
-
-    def _add(self, rank: int, name: str, unit: str, step: int, at: float, value: float) -> None:
-        piece = self._pieces.setdefault((rank, name), _Piece(unit))
-        piece.steps.append(step)
-        piece.times.append(round(at, 3))
-        piece.values.append(value)
+                of_series = self._samples[reading.rank, quantity.name, quantity.unit]
+                of_series.append((reading.number, reading.at, value))
 
     def _pass_on(self) -> Series | None:
-        pieces, self._pieces = self._pieces, {}
-        records = tuple(
-            SeriesRecord(
-                **self._assignment.ids,
-                attempt=self._assignment.attempt,
-                rank=rank,
-                name=name,
-                unit=piece.unit,
-                steps=tuple(piece.steps),
-                times=tuple(piece.times),
-                values=tuple(piece.values),
-            )
-            for (rank, name), piece in pieces.items()
-        )
-        return Series(records) if records else None
+        records = []
+        for (rank, name, unit), samples in self._samples.items():
+            steps, times, values = zip(*samples, strict=True)
+            series = {"rank": rank, "name": name, "unit": unit, "steps": steps, "values": values}
+            series["times"] = tuple(round(at, 3) for at in times)
+            records.append(SeriesRecord(**self._assignment.ids, attempt=self._assignment.attempt, **series))
+        self._samples.clear()
+        return Series(tuple(records)) if records else None
 
 
 class Pace:

@@ -78,7 +78,7 @@ def supervise(
             if stopped():
                 return
             yield StartRecord(**assignment.ids, attempt=assignment.attempt, node=socket.gethostname())
-            if (problem := slot.misfit()) is not None:
+            if (problem := gpu_release.misfit(slot.gpu_ids, conditions.card, stopped)) is not None:
                 yield _outcome(assignment, PointState.ERROR, problem)
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
@@ -116,11 +116,6 @@ class _Slot:
         self.environment: tuple[Mapping[str, str], str | None] = ({}, None)
         self.gpu_ids = gpu_release.visible(gpus, stopped) if conditions.device == "cuda" else []
         self._baseline = gpu_release.Baseline(None)
-
-    def misfit(self) -> str | None:
-        """Reason why no point may be measured here: a GPU that the run is not planned for; None if there is none."""
-        reasons = (gpu_release.misfit(gpu, self._conditions.card, self._stopped) for gpu in self.gpu_ids)
-        return next(filter(None, reasons), None)
 
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""

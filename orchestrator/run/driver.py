@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jobs.hardware.machine import probe
@@ -31,8 +29,7 @@ from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.report import summary
 from orchestrator.run import plan, resume
-from orchestrator.run.dry_run import print_points
-from orchestrator.run.order import Order, read_order
+from orchestrator.run.order import Order, print_points, read_order
 from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.refusal import never_began, record_refusal, store_refused
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not order.dry_run:
             with _interruptible():
                 return _run(order)
-        print_points(order.spec, local=order.local)
+        print_points(order)
         return OK
     except JournalFull as err:
         assert order is not None
@@ -79,7 +76,7 @@ def check(argv: Sequence[str]) -> None:
     """Validate arguments as `main` would before it contacts anything. Raises UserError, SpecError, StoreError."""
     order = read_order(argv)
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
-        _points(order.spec, dict.fromkeys(order.spec.python, probe("cpu")))
+        _checked(order.spec, order.spec.all_points(dict.fromkeys(order.spec.python, probe("cpu"))))
 
 
 def _run(order: Order) -> int:
@@ -112,8 +109,11 @@ def _run(order: Order) -> int:
         try:
             executor = executor or _executor(order)
             machines = executor.probe()
-            points = _points(order.spec, machines)
-            further = partial(_further, order.spec, machines)
+            points = _checked(order.spec, order.spec.all_points(machines))
+
+            def further(ended: Sequence[EndedPoint]) -> Sequence[Point]:
+                return _checked(order.spec, order.spec.all_next_points(machines, ended))
+
             if history is None:
                 todo = plan.new_plan(run, points, machines, further)
             else:
@@ -139,16 +139,8 @@ def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
         store_refused(store, _run_record(apart), err)
 
 
-def _points(spec: JobSpec, machines: Mapping[str | None, Machine]) -> Sequence[Point]:
+def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
     """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
-    return _with_declared_axes(spec, spec.all_points(machines))
-
-
-def _further(spec: JobSpec, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint]) -> Sequence[Point]:
-    return _with_declared_axes(spec, spec.all_next_points(machines, ended))
-
-
-def _with_declared_axes(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
     declared = own_axes(kind_module(spec.kind))
     try:
         for point in points:
@@ -227,22 +219,16 @@ def _open_store(settings: Settings) -> Iterator[Store | None]:
 
 
 def _run_record(order: Order, resumed: int = 0) -> RunRecord:
-    git = provenance.git_state()
-    kind = kind_module(order.spec.kind)
-    return RunRecord(
-        run_id=order.run_id,
-        name=order.spec.name,
-        kind=order.spec.kind,
-        spec=order.spec.model_dump(mode="json"),
-        spec_hash=provenance.spec_hash(order.spec),
-        git_commit=git.commit,
-        git_branch=git.branch,
-        git_dirty=git.dirty,
-        code_hash=provenance.code_hash_of(order.spec),
-        submission_id=provenance.submission_id(),
-        host=socket.gethostname(),
-        artifacts=str(order.folder),
-        artifact_store=order.settings.artifact_store_url,
+    spec, kind = order.spec, kind_module(order.spec.kind)
+    return plan.run_record(
+        order.run_id,
+        spec.name,
+        spec.kind,
+        order.settings,
+        provenance.git_state(),
+        spec=spec.model_dump(mode="json"),
+        spec_hash=provenance.spec_hash(spec),
+        code_hash=provenance.code_hash_of(spec),
         resumed=resumed,
         quantities=tuple(kind.QUANTITIES),
         axes=own_axes(kind),

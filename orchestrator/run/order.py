@@ -1,4 +1,4 @@
-"""The order for a run: command line, settings and spec, validated without contacting anything."""
+"""The order for a run: command line, settings and spec, validated without contacting anything; and the dry run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from jobs.hardware.machine import probe
 from jobs.schema.point import Machine
+from jobs.schema.quantities import readable_bytes
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
+from orchestrator.execute import requirements
 from orchestrator.judge.rules import load_gates
-from orchestrator.messages import GRACE_S, Conditions
+from orchestrator.messages import GRACE_S, Conditions, Requirements
 from orchestrator.run import plan, resume
 from orchestrator.settings import Settings, check_current_folder, load_settings
 from orchestrator.store.records import RunRecord
+from orchestrator.terminal import say
+
+_ASSUMED_GPU_BYTES = 80 << 30
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,35 @@ def _check_uploaded(spec: JobSpec | None) -> None:
     lines = [f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}" for field, path in gone.items()]
     if lines:
         raise SpecError("\n".join(f"{line}; give an existing one, or an absolute path on the nodes" for line in lines))
+
+
+def print_points(order: Order) -> None:
+    """Print the spec's points on this machine, or on an assumed 80-GiB GPU where the spec wants one and none is here.
+
+    Raises:
+        SpecError: the points cannot run on such a machine.
+        UserError: it is a run on this machine, which lacks files or interpreters of the spec.
+    """
+    spec, wanted = order.spec, Requirements.of(order.spec)
+    if order.local and (faults := requirements.missing(wanted)):
+        raise UserError("\n".join(faults))
+    note = ""
+    try:
+        machine = probe(spec.device)
+    except ValueError:
+        machine = Machine("cuda", "GPU", _ASSUMED_GPU_BYTES)
+        note = f" assumed, with {_ASSUMED_GPU_BYTES >> 30} GiB (there is none here)"
+    points = spec.all_points(dict.fromkeys(spec.python, machine))
+    skipped = sum(point.skip_reason is not None for point in points)
+    say(f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped")
+    for index, point in enumerate(points):
+        needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
+        say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
+    named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
+    for field, path in named:
+        if not os.path.exists(path):
+            say(f"{field}: {path!r} is not on this machine; a run looks for it on the nodes")
+    say("dry run: nothing was submitted")
 
 
 class _Parser(argparse.ArgumentParser):

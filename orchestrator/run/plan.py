@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import PointState
+from orchestrator import provenance
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
+from orchestrator.provenance import GitState
+from orchestrator.settings import Settings
 from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
@@ -91,7 +96,9 @@ class Plan:
             if before.key == key:
                 self._settle(point, before.state, before.reason, before.metrics)
                 if not before.latest.ended:  # it was planned for sources or a machine that are no more
-                    self.records.append(_not_again(run.run_id, point_id, before))
+                    reason = "not needed: the point has an outcome with the sources and on the machine of now"
+                    attempt = before.attempt + (before.latest is PointState.PENDING)
+                    self._end(point_id, attempt, PointState.CANCELLED, reason)
                 return
             if before.again is not None and before.again.key == key:  # a resume has said why
                 self._interrupted += 1
@@ -99,9 +106,13 @@ class Plan:
                 self._changed += 1
                 self._elsewhere |= before.key != point.key(self._old.run.code_hash or "", self._machines[point.python])
         if before.latest is PointState.RUNNING:
-            self.records.append(_lost(run.run_id, point_id, before.attempt))
+            self._end(point_id, before.attempt, PointState.LOST, "the run's driver ended before this attempt did")
         self.outlived += before.state.settles and point.skip_reason is None
         self._begin(point_id, point, key, attempt=before.attempt + 1)
+
+    def _end(self, point_id: str, attempt: int, state: PointState, reason: str) -> None:
+        of_attempt = {"run_id": self.run.run_id, "point_id": point_id, "attempt": attempt}
+        self.records.append(OutcomeRecord(**of_attempt, state=state, reason=reason))
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
         self.settled[state] += 1
@@ -145,16 +156,25 @@ class Plan:
 
     def explain(self) -> None:
         """Record why a resumed run measures points again that had ended."""
-        run, old = self.run, self._old.run
-        if self._changed:
-            self._event(_why_again(self._changed, run, old, self._elsewhere))
-        if self._interrupted:
-            self._event(f"{_measured_again(self._interrupted)}: an earlier resume began to, and was interrupted")
+        run, old, why = self.run, self._old.run, []
+        if run.code_hash != old.code_hash:
+            why.append(
+                f"the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
+                f"{old.code_hash} is now {run.code_hash})"
+            )
+        if self._elsewhere:
+            why.append("the device, its driver, a version or a variable differs from what they were measured with")
+        interrupted = "an earlier resume began to, and was interrupted"
+        for count, reason in ((self._changed, "; and ".join(why)), (self._interrupted, interrupted)):
+            points = "1 point that had ended is" if count == 1 else f"{count} points that had ended are"
+            if count:
+                self.records.append(EventRecord(run_id=run.run_id, message=f"{points} measured again: {reason}"))
         if self.assignments and old.artifact_store not in (None, run.artifact_store):
-            self.records.append(EventRecord(run_id=run.run_id, level="warning", message=_elsewhere(run, old)))
-
-    def _event(self, message: str) -> None:
-        self.records.append(EventRecord(run_id=self.run.run_id, message=message))
+            message = (
+                f"NSA_ARTIFACT_STORE: {run.artifact_store}: was {old.artifact_store}; checkpoints that are only there "
+                "are not gone on from, and its files not shown; set it as it was, unless they were moved"
+            )
+            self.records.append(EventRecord(run_id=run.run_id, level="warning", message=message))
 
 
 @dataclass(frozen=True)
@@ -222,6 +242,23 @@ def new_run_id(name: str) -> str:
     return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
+def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitState, **more: Any) -> RunRecord:
+    """The record of a run that begins here and now, with `more` fields."""
+    return RunRecord(
+        run_id=run_id,
+        name=name,
+        kind=kind,
+        git_commit=git.commit,
+        git_branch=git.branch,
+        git_dirty=git.dirty,
+        submission_id=provenance.submission_id(),
+        host=socket.gethostname(),
+        artifacts=str(settings.artifacts_dir / run_id),
+        artifact_store=settings.artifact_store_url,
+        **more,
+    )
+
+
 def _nothing(ended: Sequence[EndedPoint]) -> Sequence[Point]:
     return ()
 
@@ -264,31 +301,6 @@ def resumed_plan(
     plan.add(points)
     plan.explain()
     return plan
-
-
-def _elsewhere(run: RunRecord, before: RunRecord) -> str:
-    """Warning of a run that goes on with another artifact store."""
-    return (
-        f"NSA_ARTIFACT_STORE: {run.artifact_store}: was {before.artifact_store}; checkpoints that are only there are "
-        "not gone on from, and its files not shown; set it as it was, unless they were moved"
-    )
-
-
-def _why_again(points: int, run: RunRecord, before: RunRecord, elsewhere: bool) -> str:
-    """Why a resumed run measures points again that had ended; `elsewhere`: not for their code alone."""
-    why = []
-    if run.code_hash != before.code_hash:
-        why.append(
-            f"the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
-            f"{before.code_hash} is now {run.code_hash})"
-        )
-    if elsewhere:
-        why.append("the device, its driver, a version or a variable differs from what they were measured with")
-    return f"{_measured_again(points)}: {'; and '.join(why)}"
-
-
-def _measured_again(points: int) -> str:
-    return f"{'1 point that had ended is' if points == 1 else f'{points} points that had ended are'} measured again"
 
 
 def history(records: Iterable[Record]) -> History | None:
@@ -344,15 +356,3 @@ def _settled(before: PointHistory, point: Point, again: bool) -> bool:
 def _failure_stays(before: PointHistory, *, again: bool) -> bool:
     """Whether a point has failed and no one asked for more, neither now nor in a resume that did not get to it."""
     return before.state.failed and before.state.settles and before.again is None and not again
-
-
-def _not_again(run_id: str, point_id: str, before: PointHistory) -> OutcomeRecord:
-    """The end of measuring a point again that is not needed any more."""
-    attempt = before.attempt + (before.latest is PointState.PENDING)
-    reason = "not needed: the point has an outcome with the sources and on the machine of now"
-    return OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.CANCELLED, reason=reason)
-
-
-def _lost(run_id: str, point_id: str, attempt: int) -> OutcomeRecord:
-    reason = "the run's driver ended before this attempt did"
-    return OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.LOST, reason=reason)

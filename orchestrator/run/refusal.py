@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +31,7 @@ _NAME_LENGTH = 80  # of a spec's name
 def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
     """Store that this process's Ray job was refused. Nothing happens outside of a job, for a dry run, and where the
     database cannot be used: the error is in the job's log in any case."""
-    job = provenance.submission_id()
-    if job is None:
+    if provenance.submission_id() is None:
         return
     spec = resumed = None
     with suppress(UserError):  # the arguments themselves are wrong
@@ -46,7 +44,7 @@ def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
 
         settings = load_settings()
         with Store.open(settings.database) as store:
-            store_refused(store, _run_record(job, settings, spec, resumed), err)
+            store_refused(store, _run_record(settings, spec, resumed), err)
 
 
 def store_refused(store: Store, run: RunRecord, err: Exception) -> None:
@@ -70,38 +68,20 @@ def never_began(run: RunRecord, err: BaseException) -> list[Record]:
     ]
 
 
-def _run_record(job: str, settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:
+def _run_record(settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:
     """A run of no valid spec: it has an empty one, which `--resume` refuses."""
-    said = {} if spec is None else _read(spec)
-    name, kind = said.get("name"), said.get("kind")
+    content: dict[str, Any] = {}
+    with suppress(YamlError):
+        content = {} if spec is None else read_mapping(spec, "spec", "kind: scaling")
+    name, kind = content.get("name"), content.get("kind")
     if not isinstance(name, str) or not name:
         name = spec.stem if spec else "resume" if resumed else "job"
     name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
-    run_id = plan.new_run_id(name)
+    kind = kind if isinstance(kind, str) and kind in kinds() else UNKNOWN
     git = provenance.GitState()
     with suppress(UserError):  # it may be what is refused
         git = provenance.git_state()
-    return RunRecord(
-        run_id=run_id,
-        name=name,
-        kind=kind if isinstance(kind, str) and kind in kinds() else UNKNOWN,
-        spec={},
-        spec_hash="",
-        git_commit=git.commit,
-        git_branch=git.branch,
-        git_dirty=git.dirty,
-        code_hash=provenance.code_hash(),
-        submission_id=job,
-        host=socket.gethostname(),
-        artifacts=str(settings.artifacts_dir / run_id),
-        artifact_store=settings.artifact_store_url,
-        quantities=(),
+    nothing = {"spec": {}, "spec_hash": "", "quantities": ()}
+    return plan.run_record(
+        plan.new_run_id(name), name, kind, settings, git, code_hash=provenance.code_hash(), **nothing
     )
-
-
-def _read(spec: Path) -> dict[str, Any]:
-    """The content of a spec's file as far as it can be read, not validated."""
-    try:
-        return read_mapping(spec, "spec", "kind: scaling")
-    except YamlError:
-        return {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Place
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.run import plan
 from orchestrator.run.plan import History
 from orchestrator.store import journal
@@ -96,32 +96,26 @@ def unrecorded_files(history: History, store_url: str) -> list[Record]:
     Each point that has any gets a warning; where the store cannot be read the run gets one, and goes on without.
     """
     run_id, store = history.run.run_id, ArtifactStore(store_url)
+    records: list[Record] = []
+    names: dict[str, list[str]] = defaultdict(list)  # by point
     try:
-        unknown = [place for place in store.files(run_id) if place.path not in history.files]
+        places = [place for place in store.files(run_id) if place.path not in history.files]
     except ArtifactError as err:
         message = f"not looked for files that no record names: {in_a_line(err)}"
         return [EventRecord(run_id=run_id, level="warning", message=message)]
-    of_point: dict[str, list[Place]] = defaultdict(list)
-    for place in unknown:
-        point = history.points.get(f"{run_id}/{place.point}")
-        if point is not None and place.attempt <= point.attempt:
-            of_point[f"{run_id}/{place.point}"].append(place)
-    return [record for point_id, places in of_point.items() for record in _recorded(store, run_id, point_id, places)]
-
-
-def _recorded(store: ArtifactStore, run_id: str, point_id: str, places: list[Place]) -> list[Record]:
-    """Records of the files of a point, and the warning."""
-    records: list[Record] = []
     for place in places:
+        point_id = f"{run_id}/{place.point}"
+        point = history.points.get(point_id)
+        if point is None or place.attempt > point.attempt:
+            continue
         try:
             file = store.describe(place)
+            records.append(ArtifactRecord(run_id=run_id, point_id=point_id, attempt=place.attempt, artifact=file))
+            names[point_id].append(f"{place.name} (attempt {place.attempt})")
         except ArtifactError as err:
             message = f"attempt {place.attempt}: file in no record, and it cannot be read: {in_a_line(err)}"
             records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
-            continue
-        records.append(ArtifactRecord(run_id=run_id, point_id=point_id, attempt=place.attempt, artifact=file))
-    names = [f"{r.artifact.name} (attempt {r.attempt})" for r in records if isinstance(r, ArtifactRecord)]
-    if names:
-        message = f"the run's driver ended while files were kept: recorded now: {', '.join(names)}; others may be lost"
+    for point_id, files in names.items():
+        message = f"the run's driver ended while files were kept: recorded now: {', '.join(files)}; others may be lost"
         records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
     return records

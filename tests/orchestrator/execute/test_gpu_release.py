@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ from processes import wait_for
 from jobs.hardware import nvml, telemetry
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release
-from orchestrator.execute.gpu_release import Baseline, card_name, visible
+from orchestrator.execute.gpu_release import Baseline, misfit, visible
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress
 
@@ -68,11 +68,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -> None:
     baseline = Baseline.take(["0"])
     driver.answers.clear()
-    before, begin = driver.asked, time.monotonic()
-    obstacle = baseline.wait_free({7})
-    assert time.monotonic() - begin < 4
-    assert (
-        obstacle == "NVML does not answer, and GPU 0 may be in use after 1 s; the next point on it may find less memory"
+    before = driver.asked
+    obstacle = baseline.wait_free({7})  # returns although the driver answers nothing
+    assert re.fullmatch(
+        r"NVML does not answer, and GPU 0 may be in use after \d+ s; the next point on it may find less memory",
+        str(obstacle),
     )
     assert driver.asked == before + 1, "each question leaves a thread"
     driver.answers.set()
@@ -82,12 +82,10 @@ def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -
 @pytest.mark.usefixtures("hasty")
 def test_a_driver_that_is_wedged_before_a_point_is_told_after_it(driver: Driver, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert card_name("0") == "NVIDIA H100"
+    assert "has NVIDIA H100; name one type" in str(misfit(["0"], "NVIDIA A100"))
     driver.answers.clear()
-    begin = time.monotonic()
-    assert (visible(None), card_name("0")) == ([], None)
+    assert (visible(None), misfit(["0"], "NVIDIA A100")) == ([], None)
     obstacle = Baseline.take(["0"]).wait_free({7})
-    assert time.monotonic() - begin < 4
     assert obstacle == "NVML does not answer; whether the point's GPUs are free is not known"
 
 
@@ -97,17 +95,13 @@ def test_points_on_the_cpu_ask_no_driver(driver: Driver) -> None:
     assert driver.asked == 0
 
 
-def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind) -> None:
-    stop, asked = threading.Event(), [0.0]
-
-    def ask() -> None:
-        asked[0] = time.monotonic()
-        stop.set()
-
+def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind, monkeypatch) -> None:
+    for patience in ("_ANSWER_S", "_FREE_WITHIN_S"):
+        monkeypatch.setattr(gpu_release, patience, 3600.0)
+    stop = threading.Event()
     assignment = Assignment("r", "r/0", 1, snippet_kind.point("import time\nbeat('on')\ntime.sleep(600)"))
     for update in supervise([assignment] * 2, CUDA, "0", stop.is_set):
         if isinstance(update, Progress):
             driver.answers.clear()
-            threading.Timer(0.3, ask).start()
+            threading.Timer(0.3, stop.set).start()
     assert stop.is_set()
-    assert time.monotonic() - asked[0] < gpu_release._FREE_WITHIN_S / 2
