@@ -25,6 +25,7 @@ from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import PresetSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
+from jobs.schema.training_mode import MODE_AXES
 from jobs.specs.fields import Count, Layers, Preset, Unique
 from jobs.specs.fit import case_fields, does_not_fit
 from jobs.training.case import Layout, TrainingCase
@@ -46,6 +47,7 @@ LOSS_CHANGE = Quantity("loss_change", "nat/answer", "Change of the loss between 
 LEARNED_STEP = Quantity("learned_step", "1", "Step at which the task was learned", "learned at", Better.LOWER)
 ANSWER_LOSS = replace(LOSS, unit="nat/answer")
 HELDOUT_ANSWER_LOSS = replace(HELDOUT_LOSS, unit="nat/answer")
+AXES = MODE_AXES
 QUANTITIES = (
     *(RECALL, RECALL_WORST, CONVERGED, ANSWER_LOSS, HELDOUT_ANSWER_LOSS, RECALL_AT, CHANCE, LOSS_CHANGE, LEARNED_STEP),
     *(TIME, THROUGHPUT, ENERGY, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, MFU, RANK_COMPUTE_TIME),
@@ -141,7 +143,7 @@ class Spec(PresetSpec):
             kind="needle",
             label=f"{implementation} {self.preset} S={seq_len}",
             case=case,
-            axes=case.axes(),
+            axes=case.axes(more=case.mode),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),
         )

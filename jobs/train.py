@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
+from jobs.schema.training_mode import MODE_AXES
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, case_fields, does_not_fit, heads_of
@@ -34,7 +34,7 @@ from nsa_core.model import PRESETS
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
 
-AXES = (Axis("ranks", "whole", "ranks"),)
+AXES = MODE_AXES
 
 Case = TextCase
 
@@ -217,7 +217,7 @@ class TrainingSpec(JobSpec):
             kind=self.kind,
             label=f"{attention} {self.preset} S={self.seq_len}{settings}",
             case=case,
-            axes=case.axes(more={"ranks": self.ranks} if self.ranks > 1 else {}),
+            axes=case.axes(more=case.mode),
             estimate_bytes=needed,
             skip_reason=does_not_fit(together, self, machine, "shorten seq_len, lower batch or turn checkpointing on"),
         )

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 
 from jobs.measure.call import ModelCase
+from jobs.schema.axes import Coordinate
+from jobs.schema.training_mode import mode_of
 from jobs.schema.training_plan import TrainingPlan
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
@@ -64,6 +66,11 @@ class TrainingCase(ModelCase):
     def last_step(self) -> int:
         """Steps after which the training ends."""
         return self.steps if self.soak is None else ENDLESS
+
+    @property
+    def mode(self) -> dict[str, Coordinate]:
+        """Its values of jobs.schema.training_mode.MODE_AXES."""
+        return mode_of(self.model_dump())
 
     def estimate(self) -> int | None:
         """Predicted peak memory of one rank [bytes]; None without a prediction: compiled training, sharded weights."""

@@ -25,6 +25,7 @@ from pydantic import (
 from jobs.schema.axes import Axis, check_axes
 from jobs.schema.quantities import SHARED, Quantity, check_quantities
 from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.training_mode import mode_of
 
 STORED_BYTES = 64 << 10
 """Bytes at the end of a text file that are kept in the journal and the database, too."""
@@ -147,6 +148,13 @@ class PointRecord(_Record):
     state: PointState = PointState.PENDING
     reason: str | None = None
     resumed: Small = 0  # of the beginning that plans it
+
+    @model_validator(mode="after")
+    def _with_its_mode(self) -> Self:
+        """Journals of before 0.2.0 have the mode of a training in its configuration only."""
+        if {"optimizer", "model", "steps"} <= self.config.keys() and "compile" not in self.axes:
+            self.axes.update(mode_of(self.config))
+        return self
 
 
 class StartRecord(_Record):
