@@ -18,8 +18,8 @@ from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Plot, Quantities, in_words, readable_range
 from jobs.schema.states import Origin, PointState, RunState, again_in_words
 from orchestrator.execute.artifacts import kept_in
+from orchestrator.report.charts import samples_chart
 from orchestrator.report.content import flat
-from orchestrator.report.samples import samples_chart
 from orchestrator.store import Store
 
 _LISTED = 20  # files that are drawn one below the other; of more, one is chosen

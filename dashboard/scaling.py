@@ -15,8 +15,8 @@ from jobs.schema.plain_text import for_html
 from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator.judge.branches import BranchShares, shares_frame, take_overs
-from orchestrator.report import charts, exponents, series
-from orchestrator.report.branch_chart import branch_chart, branch_legend
+from orchestrator.report import charts, series
+from orchestrator.report.scaling_chart import drawable, scaling_chart
 from orchestrator.store import Store
 
 CHART_HEIGHT = 380  # pixels
@@ -125,14 +125,14 @@ def _draw(panels: Sequence[Panel], fits: pd.DataFrame) -> None:
 
 def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
     st.subheader(parts.plain(title))
-    shown = charts.drawable(rows, quantity)
+    shown = drawable(rows, quantity)
     if shown.empty:
         st.caption("A logarithmic axis can show none of the values, such as zero.")
         return
     st.caption(_what(shown))
-    chart = charts.scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
+    chart, legend = scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
     st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
-    show_legend(charts.scaling_legend(shown, fits, quantity))
+    show_legend(legend)
 
 
 def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
@@ -167,14 +167,14 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
     shown = ordered.loc[~(ordered["metric"].isin(MEMORY[1:]) & ordered["run_id"].isin(with_extra))]
     left, right = st.columns(2, gap="medium")
     with left:
-        chart = exponents.exponent_chart(shown, quantities)
+        chart = charts.exponent_chart(shown, quantities)
         st.altair_chart(chart, alt="Fitted exponents beside linear and quadratic growth")
     with right:
         times = shown.loc[~shown["metric"].isin(MEMORY)]
         bends = times.loc[times["metric"] == times["metric"].iloc[0]] if len(times) else shown
-        chart = exponents.local_chart(bends, quantities)
+        chart, legend = charts.local_chart(bends, quantities)
         st.altair_chart(chart, alt="Local exponents against sequence length, beside linear and quadratic growth")
-        show_legend(exponents.local_legend(bends, quantities))
+        show_legend(legend)
     st.subheader("Fitted exponents")
     st.caption("Click a row to open its run.")
     others = ordered.loc[~ordered.index.isin(shown.index)]  # further kinds of memory
@@ -196,9 +196,9 @@ def _branches(shares: Sequence[BranchShares]) -> None:
         left, right = st.columns(2, gap="medium")
         own = shares_frame([share for share in shares if share.series == one.series])
         with left:
-            chart = branch_chart(own, legend=False)
+            chart, legend = charts.branch_chart(own)
             st.altair_chart(chart, alt=f"{title}: share of each branch against sequence length")
-            show_legend(branch_legend(own))
+            show_legend(legend)
         right.subheader(parts.plain(title))
         right.markdown(parts.plain(one.sentence))
 

@@ -1,124 +1,195 @@
-"""Charts from data frames, shared by the dashboard and the reports.
+"""Charts from data frames, shared by the dashboard and the reports; the largest one is in `scaling_chart.py`.
 
 Text and grid take the colours of the theme that shows the chart (Streamlit's or a report's); only series and guides
-are coloured here. Reported results are hollow and dashed, measured ones filled. A fitted curve is drawn over the
-lengths on which it rests; points at other lengths are paler.
+are coloured here. A chart with series comes with its legend, which a page draws below it, where long names can break.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
-from jobs.schema.axes import MORE, more_columns
-from jobs.schema.quantities import Plot, Quantities, Quantity
-from orchestrator.judge.analysis import Fit, fits_frame
+from jobs.schema.quantities import Quantities, written_unit
+from orchestrator.judge.branches import Branch
 from orchestrator.report import series
-from orchestrator.report.series import GREY
+from orchestrator.report.series import AMBER, BLUE, BROWN, GREY, PERIWINKLE, PINK, TEAL, Look
 
-Row = dict[str, Any]
+Legend = list[tuple[str, Look]]
+"""Name and look of each series of a chart."""
 
-_CURVE_STEPS = 24
-_TITLE = 40  # characters of an axis title that fit in one line
-_PALE = 0.35  # opacity of points that a fit leaves out
-_MOST_SERIES, _MOST_POINTS = 60, 4000  # of a chart: more cannot be told apart, and Altair refuses 5,000 rows
-_LEAST, _MOST = 1e-300, 1e300  # values that axes and guides around them can be computed for
-
-# Guide slopes on log-log axes and their labels, by kind of plot.
-_GUIDES = {
-    Plot.GROWTH: ((1.0, "~ S"), (2.0, "~ S²")),
-    Plot.RATE: ((0.0, "linear"), (-1.0, "S²")),
-    Plot.STEP_RATE: ((0.0, "constant"), (-1.0, "~ 1/S")),  # decoding: a step makes the same number of tokens at every S
+_LONG = 40  # characters of a name that in one line would leave no room for the exponents beside it
+_GUIDES = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})  # for reference, in both charts
+_TWO_LINES = (
+    "indexof(datum.label, ' · ') < 0 ? datum.label : [slice(datum.label, 0, indexof(datum.label, ' · ')),"
+    " slice(datum.label, indexof(datum.label, ' · ') + 3)]"
+)
+_BRANCHES = {
+    Branch.COMPRESSED: AMBER,
+    Branch.SELECTED: PERIWINKLE,
+    Branch.WINDOW: TEAL,
+    Branch.REST: GREY,
+    Branch.OTHER: BROWN,
+    Branch.SHARED: PINK,
 }
 
 
-def scaling_chart(
-    rows: pd.DataFrame,
-    fits: Sequence[Fit] | pd.DataFrame,
-    quantity: Quantity,
-    *,
-    height: int = 340,
-    legend: bool = True,
-) -> alt.LayerChart:
-    """Log-log chart of a quantity per sequence against sequence length: points, intervals, fitted lines, guide slopes.
-
-    Of many series, those with the most lengths are drawn, and a line above the chart says how many are not.
-
-    Args:
-        rows: rows of `v_scaling`; other metrics are left out.
-        fits: `orchestrator.judge.analysis.Fit`s or their `fits_frame`; those of other metrics and series are left out.
-        quantity: the quantity to draw against S.
-        height: height of the plot, in pixels.
-        legend: whether the chart has its legend; a page draws `scaling_legend` instead, whose lines can break.
+def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart:
+    """Fitted exponents (`fits_frame`) with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth.
 
     Raises:
-        ValueError: no row has this metric (and a positive length and value).
+        ValueError: there is no fit.
     """
-    points, lines, dashes, omitted = _named(rows, fits, quantity)
-    x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
-    color, shape = _looks(_legend(points), shown=legend)
-    interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
-    pale = alt.Opacity("opacity:Q", scale=None, legend=None)
+    rows = _some(fits)
+    names = series.labels(rows, quantities)
+    marks = [_mark(row, names) for row in rows]
+    frame = fits[["exponent", "ci_low", "ci_high", "overhead"]].reset_index(drop=True).join(pd.DataFrame(marks))
+    # Intervals of few points can be very wide: the axis follows the exponents, and the intervals are clipped.
+    domain = [min([0.5, *(r["exponent"] - 0.2 for r in rows)]), max([2.5, *(r["exponent"] + 0.2 for r in rows)])]
+    title, axis = "growth with S: exponent and 95 % interval", alt.Axis(tickCount=6, grid=False, titleAnchor="end")
+    x = alt.X("exponent:Q", title=title, scale=alt.Scale(domain=domain), axis=axis)
+    two = {"labelExpr": _TWO_LINES, "labelOffset": -6} if max(map(len, names.values())) > _LONG else {}
+    axis = alt.Axis(labelLimit=320, ticks=False, domain=False, labelFlush=False, **two)
+    y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
+    color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
+    tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
     layers = [
-        *_guides(points, quantity, x, y),
-        *_fit_lines(points, lines, dashes, x, y, color),
-        interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
-        *_marks(points, quantity, x=x, y=y, color=color, shape=shape, opacity=pale),
+        alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
+        alt.Chart(_GUIDES).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
+        alt.Chart(frame)
+        .mark_rule(strokeWidth=3, clip=True)
+        .encode(x=at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
+        alt.Chart(frame)
+        .mark_point(filled=True, size=90, opacity=1)
+        .encode(x=x, y=y, color=color, shape=shape, tooltip=["series:N", *tooltip]),
     ]
-    chart = layered(layers).properties(height=height)
-    return chart.properties(title=alt.Title(omitted, fontSize=12, fontWeight="normal")) if omitted else chart
+    room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
+    return layered(layers).properties(height=alt.Step(30 + 3 * len(two)), padding=room)
 
 
-def scaling_legend(
-    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity
-) -> list[tuple[str, series.Look]]:
-    """Name and look of each series of the scaling chart, as its legend lists them. Raises ValueError as the chart."""
-    return _legend(_named(rows, fits, quantity)[0])
+def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerChart, Legend]:
+    """Local exponents of one quantity, the slopes over about an octave, against the sequence length.
+
+    Args:
+        fits: fits of one metric (`fits_frame`), each with its `LocalSlope`s in a column `local`.
+
+    Raises:
+        ValueError: there is no fit.
+    """
+    rows = _some(fits)
+    names = series.labels(rows, quantities)
+    slopes = [(row, slope) for row in rows for slope in row["local"]]
+    frame = pd.DataFrame(
+        [
+            _mark(row, names)
+            | {
+                "seq_len": math.sqrt(slope.low * slope.high),
+                "range": f"{length_label(slope.low)} to {length_label(slope.high)}",
+                "exponent": slope.exponent,
+                "low": slope.exponent - slope.error,
+                "high": slope.exponent + slope.error,
+            }
+            for row, slope in slopes
+        ]
+    )
+    title = f"local exponent of {quantities.of(rows[0]['metric']).legend}"
+    shown = [min(0, *frame["exponent"]) - 0.2, max(2.1, *frame["exponent"]) + 0.2]  # no mark is cut
+    y = alt.Y("exponent:Q", title=title, scale=alt.Scale(domain=shown, nice=False), axis=alt.Axis(grid=False))
+    x = length_axis([length for _, slope in slopes for length in (slope.low, slope.high)])
+    color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
+    dashes = series.dashes(rows)
+    lines = [
+        alt.Chart(frame.loc[frame["series"] == name])
+        .mark_line(strokeWidth=2, strokeDash=list(dash), clip=True)
+        .encode(x=x, y=y, color=color)
+        for name, dash in zip(names.values(), dashes, strict=True)
+    ]
+    tooltip = ["series:N", "range:N", *(alt.Tooltip(f"{name}:Q", format=".2f") for name in ("exponent", "low", "high"))]
+    marks = alt.Chart(frame).mark_point(filled=True, size=60, opacity=1, clip=True)
+    layers = [
+        alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=y),
+        alt.Chart(_GUIDES).mark_text(color=GREY, align="left", dx=4, dy=-7).encode(x=alt.value(0), y=y, text="text:N"),
+        alt.Chart(frame).mark_rule(clip=True).encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color),
+        *lines,
+        marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tooltip),
+    ]
+    looks = [series.look(row["implementation"]) for row in rows]
+    legend = [
+        (f"{name}  {series.DASHES[dash]}".rstrip() if looks.count(look) > 1 else name, look)
+        for name, look, dash in zip(names.values(), looks, dashes, strict=True)
+    ]
+    return layered(layers).properties(height=260), legend
 
 
-def _named(
-    rows: pd.DataFrame, fits: Sequence[Fit] | pd.DataFrame, quantity: Quantity
-) -> tuple[list[Row], list[Row], dict[str, tuple[int, ...]], str]:
-    """Points and lines of the chart, with the names of their series, the dashes of each, and what is left out."""
-    points, omitted = _most_complete(_points(rows, quantity))
-    if not points:
-        raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
-    lines = _lines(points, fit_rows(fits))
-    return points, lines, _name(points, lines), omitted
+def _some(fits: pd.DataFrame) -> list[dict[Any, Any]]:
+    if fits.empty:
+        raise ValueError("fits: there is none to draw")
+    return fits.to_dict("records")
 
 
-def _most_complete(points: list[Row]) -> tuple[list[Row], str]:
-    """The points of the series with the most lengths, as many as a chart holds, and a line about the others, or ""."""
-    lengths: dict[str, set[float]] = {}
-    for point in points:
-        lengths.setdefault(point["key"], set()).add(point["seq_len"])
-    shown = set(sorted(lengths, key=lambda key: -len(lengths[key]))[:_MOST_SERIES])
-    chosen = [point for point in points if point["key"] in shown][:_MOST_POINTS]
-    if len(chosen) == len(points):
-        return points, ""
-    drawn = len({point["key"] for point in chosen})
-    return chosen, f"drawn: {len(chosen):,} of {len(points):,} points, {drawn:,} of {len(lengths):,} series"
+def _mark(row: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    look = series.look(row["implementation"])
+    return {"series": names[series.key(row)], "color": look.color, "mark": look.mark}
 
 
-def _legend(points: list[Row]) -> list[tuple[str, series.Look]]:
-    named = {point["series"]: point["implementation"] for point in sorted(points, key=_order)}
-    return [(name, series.look(implementation)) for name, implementation in named.items()]
+def branch_chart(frame: pd.DataFrame) -> tuple[alt.Chart, Legend]:
+    """Each branch's share of one series' time, a bar per sequence length, the compressed branch at the foot.
+
+    Args:
+        frame: rows of one series (`orchestrator.judge.branches.shares_frame`).
+    """
+    present = set(frame["branch"])
+    order = [branch.value for branch in Branch if branch.value in present]
+    legend = [(branch, Look(_BRANCHES[Branch(branch)], "square")) for branch in order]
+    shown = frame.assign(
+        length=[length_label(length) for length in frame["seq_len"]],
+        place=[order.index(branch) for branch in frame["branch"]],
+    )[["branch", "milliseconds", "share", "length", "place"]]
+    colors = alt.Scale(domain=order, range=[look.color for _, look in legend])
+    share = alt.Axis(format="%", tickCount=5, gridOpacity=0.35)
+    chart = (
+        alt.Chart(shown)
+        .mark_bar(stroke="transparent", strokeWidth=1)
+        .encode(
+            x=alt.X(
+                "length:N",
+                title="sequence length S [tokens]",
+                sort=[length_label(length) for length in sorted(set(frame["seq_len"]))],
+                axis=alt.Axis(labelAngle=0),
+            ),
+            y=alt.Y("share:Q", title="share of the time", axis=share, scale=alt.Scale(domain=[0, 1])),
+            color=alt.Color("branch:N", scale=colors, legend=None),
+            order="place:Q",
+            tooltip=[
+                alt.Tooltip("branch:N"),
+                alt.Tooltip("length:N", title="S"),
+                alt.Tooltip("share:Q", format=".1%"),
+                alt.Tooltip("milliseconds:Q", title="ms", format=",.4~g"),
+            ],
+        )
+        .properties(height=320)
+    )
+    return chart, legend
 
 
-def _looks(entries: list[tuple[str, series.Look]], *, shown: bool) -> tuple[alt.Color, alt.Shape]:
-    """Colour and mark of each series, in one legend, where every name has the room that it needs."""
-    domain, looks = [name for name, _ in entries], [look for _, look in entries]
-    columns = 2 if max(map(len, domain)) < 30 else 1
-    style = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=0, symbolSize=90, symbolOpacity=1)
-    legend = style if shown else None
-    colors = alt.Scale(domain=domain, range=[look.color for look in looks])
-    marks = alt.Scale(domain=domain, range=[look.mark for look in looks])
-    return alt.Color("series:N", scale=colors, legend=legend), alt.Shape("series:N", scale=marks, legend=legend)
+def samples_chart(samples: Sequence[float], unit: str) -> alt.Chart:
+    """All samples in order, to show drift, outliers and warm-up."""
+    title = written_unit(unit)
+    frame = pd.DataFrame({"sample": range(1, len(samples) + 1), "value": list(samples)})
+    order = alt.Axis(tickMinStep=1, format="d", grid=False)
+    return (
+        alt.Chart(frame)
+        .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
+        .encode(
+            x=alt.X("sample:Q", title="sample", scale=alt.Scale(zero=False, nice=False), axis=order),
+            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
+            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=title)],
+        )
+        .properties(height=170)
+    )
 
 
 def length_label(length: float) -> str:
@@ -128,81 +199,6 @@ def length_label(length: float) -> str:
         if length >= size and length % (size // 2) == 0:
             return f"{length / size:g}{suffix}"
     return f"{length:,}"
-
-
-def drawable(rows: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
-    """The rows of a quantity that log-log axes can show."""
-    own = (rows["metric"] == quantity.name) & (rows["unit"] == quantity.unit)
-    return rows.loc[own & (rows["seq_len"] > 0) & rows["per_sequence"].between(_LEAST, _MOST)]
-
-
-def _points(rows: pd.DataFrame, quantity: Quantity) -> list[Row]:
-    """The rows to draw, plus `y`, `low`, `high` per sequence and their series' key."""
-    points = []
-    for row in drawable(rows, quantity).to_dict("records"):
-        share = row["per_sequence"] / row["value"]
-        bounds = (row["ci_low"], row["ci_high"])
-        ends = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
-        low, high = (min(max(end, _LEAST), _MOST) for end in ends)
-        shown = {"y": row["per_sequence"], "low": low, "high": high, "opacity": 1.0}
-        shown["length"] = length_label(row["seq_len"])
-        points.append({str(name): value for name, value in row.items()} | shown | {"key": series.key(row)})
-    return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
-
-
-def fit_rows(fits: Sequence[Fit] | pd.DataFrame) -> list[Row]:
-    """The fits as plain rows, with the columns of `fits_frame`."""
-    frame = fits if isinstance(fits, pd.DataFrame) else fits_frame(fits)
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
-
-
-def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
-    """Points of each fitted curve of the points' series, over the lengths that it rests on; the others turn paler."""
-    by_key = {series.key(fit): fit for fit in fits}
-    lines = []
-    for key in dict.fromkeys(point["key"] for point in points):
-        if key not in by_key:
-            continue
-        own, fit = [point for point in points if point["key"] == key], by_key[key]
-        for length in _geometric(fit["lengths"][0], fit["lengths"][-1]):
-            value = fit["overhead"] + 10 ** fit["coefficient"] * length ** fit["exponent"]
-            lines.append({"key": key, "law": law_label(fit), "seq_len": length, "y": value})
-        for point in own:
-            point["opacity"] = 1.0 if fit["lengths"][0] <= point["seq_len"] <= fit["lengths"][-1] else _PALE
-    return lines
-
-
-def law_label(fit: Row) -> str:
-    """A fit's exponent, its 95 % interval and the lengths that it rests on, in short."""
-    low, high, lengths = fit["ci_low"], fit["ci_high"], fit["lengths"]
-    interval = f"{low:.2f} to {high:.2f}"
-    return f"S^{fit['exponent']:.2f} ({interval}), {length_label(lengths[0])}–{length_label(lengths[-1])}"
-
-
-def _geometric(first: float, last: float) -> list[float]:
-    """Lengths at equal distances on a logarithmic axis: an overhead bends the curve."""
-    return [first * (last / first) ** (step / _CURVE_STEPS) for step in range(_CURVE_STEPS + 1)]
-
-
-def _name(points: list[Row], lines: list[Row]) -> dict[str, tuple[int, ...]]:
-    """Set the legend name of points and lines: label, dashes if its look is not its own, law. Returns the dashes."""
-    names = series.labels(points, Quantities())
-    laws = {line["key"]: f"  ~ {line['law']}" for line in lines}
-    for point in points:
-        point["series"] = names[point["key"]]
-    ordered = {point["key"]: point for point in sorted(points, key=_order)}
-    dashes = dict(zip(ordered, series.dashes(list(ordered.values())), strict=True))
-    looks = {key: series.look(point["implementation"]) for key, point in ordered.items()}
-    shared = Counter(looks.values())
-    for row in (*points, *lines):
-        key = row["key"]
-        sign = f"  {series.DASHES[dashes[key]]}".rstrip() if shared[looks[key]] > 1 else ""
-        row["series"] = names[key] + sign + laws.get(key, "")
-    return dashes
-
-
-def _order(point: Row) -> tuple[str, str, str]:
-    return str(point["origin"]), str(point["implementation"]), point["series"]
 
 
 def length_axis(lengths: Sequence[float]) -> alt.X:
@@ -220,127 +216,6 @@ def length_axis(lengths: Sequence[float]) -> alt.X:
         scale=alt.Scale(type="log", base=2, domain=[min(lengths) / left, max(lengths) * right], nice=False),
         axis=alt.Axis(values=values, labelExpr=label, gridOpacity=0.35),
     )
-
-
-def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
-    anchor = _anchor(points, quantity)
-    low = min([anchor, *(min(point["low"], point["y"]) for point in points)]) / 1.5
-    high = max([anchor, *(max(point["high"], point["y"]) for point in points)]) * 1.5
-    batched = any(point["y"] != point["value"] for point in points)
-    title = f"{quantity.title} per sequence" if batched else quantity.title
-    if quantity.unit == "MiB":
-        title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)
-        label = (
-            "datum.value >= 1024 ? format(datum.value / 1024, ',') + ' GiB' : "
-            "datum.value >= 1 ? datum.value + ' MiB' : datum.value * 1024 + ' KiB'"
-        )
-    elif quantity.unit == "ms":
-        title, ticks = f"{title} [s, ms, µs]", _decimal_ticks(low, high)
-        label = (
-            "datum.value >= 1000 ? format(datum.value / 1000, ',') + ' s' : "
-            "datum.value >= 1 ? datum.value + ' ms' : round(datum.value * 1000) + ' µs'"
-        )
-    else:
-        title, ticks, label = f"{title} [{quantity.unit}]", _decimal_ticks(low, high), "format(datum.value, ',')"
-    scale = alt.Scale(type="log", domain=[low, high], nice=False)
-    lines = title.split(" per sequence ") if len(title) > _TITLE else [title]
-    title = [lines[0], f"per sequence {lines[1]}"] if len(lines) > 1 else title
-    return alt.Y("y:Q", title=title, scale=scale, axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35))
-
-
-def _binary_ticks(low: float, high: float) -> list[float]:
-    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
-    step = max(1, math.ceil((last - first) / 7))
-    return [2.0**k for k in range(first - first % step, last + 1, step) if 2.0**k >= low]
-
-
-def _decimal_ticks(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    mantissas = (1,) if last - first > 4 else (1, 3) if last - first > 2 else (1, 2, 5)
-    ticks = (m * 10.0**k for k in range(first, last + 1) for m in mantissas)
-    return [float(f"{tick:.3g}") for tick in ticks if low <= tick <= high]
-
-
-def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
-    """Lines and labels of the quantity's guide slopes, starting beside the first point so that they cover no series."""
-    lengths, values = [point["seq_len"] for point in points], [point["y"] for point in points]
-    first, last = min(lengths), max(lengths)
-    if first == last:
-        return []
-    anchor = _anchor(points, quantity)
-    low, high = min(anchor, *values) / 1.25, max(anchor, *values) * 1.25
-    ends, labels = [], []
-    for slope, text in _guides_of(quantity):
-        stop = _within(anchor, slope, last / first, low, high)
-        ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
-        labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
-    line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
-    text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", align="left", dx=5)
-    return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
-
-
-def _guides_of(quantity: Quantity) -> tuple[tuple[float, str], ...]:
-    return _GUIDES[quantity.plot or Plot.GROWTH]
-
-
-def _anchor(points: list[Row], quantity: Quantity) -> float:
-    """Start value of the guides at the shortest length: below the points if they grow, above if they fall."""
-    first = min(point["seq_len"] for point in points)
-    start = [point["y"] for point in points if point["seq_len"] == first]
-    grows = _guides_of(quantity)[-1][0] > 0
-    return min(start) / 1.6 if grows else max(start) * 1.4
-
-
-def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
-    """Factor of the length up to which a line of `slope` from `anchor` stays inside the plot."""
-    if slope == 0:
-        return ratio
-    edge = high if slope > 0 else low
-    return max(1.0, min(ratio, (edge / anchor) ** (1 / slope)))
-
-
-def _fit_lines(
-    points: list[Row], lines: list[Row], dashes: dict[str, tuple[int, ...]], x: alt.X, y: alt.Y, color: alt.Color
-) -> list[alt.Chart]:
-    """Fitted curves, thin lines through the points of series without one, and paler ones through points left out."""
-    fitted = {line["key"]: line["seq_len"] for line in reversed(lines)}  # their first lengths
-    drawn: list[tuple[list[Row], dict[str, Any]]] = [
-        ([point for point in points if point["key"] not in fitted], {"strokeWidth": 1}),
-        (
-            [point for point in points if point["seq_len"] <= fitted.get(point["key"], 0)],
-            {"strokeWidth": 1, "opacity": _PALE},
-        ),
-        (lines, {"strokeWidth": 2.5}),
-    ]
-    return [
-        alt.Chart(pd.DataFrame(own))
-        .mark_line(**style, strokeDash=list(dash) if dash[1] else alt.Undefined)
-        .encode(x=x, y=y, color=color, detail="key:N")
-        for rows, style in drawn
-        for dash in sorted(set(dashes.values()))
-        if (own := [row for row in rows if dashes[row["key"]] == dash])
-    ]
-
-
-def _marks(points: list[Row], quantity: Quantity, **channels: Any) -> list[alt.Chart]:
-    """Point marks: filled for measured points, hollow for reported ones."""
-    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
-    texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
-    texts |= {name: name for name in ("dtype", "device", "gpu", "origin", "source")} | {"gpu": "GPU", "run_id": "run"}
-    # Vega's tooltip draws the picture at the address in a field "image": an axis may be called so.
-    texts |= {name: f"axis {name.removeprefix(MORE)}" for point in points for name in more_columns(point)}
-    tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
-    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
-    by_fill = {
-        filled: [point for point in points if (point["origin"] != "reported") is filled] for filled in (True, False)
-    }
-    return [
-        alt.Chart(pd.DataFrame(rows))
-        .mark_point(size=70, strokeWidth=2, filled=filled)
-        .encode(**channels, tooltip=tooltip)
-        for filled, rows in by_fill.items()
-        if rows
-    ]
 
 
 def at(axis: Any, field: str) -> Any:

@@ -11,7 +11,7 @@ import pandas as pd
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantities, Role
 from jobs.schema.states import Origin
-from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
+from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates
 from orchestrator.report import bench
 from orchestrator.report.bench import Bench
@@ -68,10 +68,6 @@ class Content:
         """Rows of `metrics` whose quantities have this role."""
         names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
         return self.metrics.loc[self.metrics["metric"].isin(names)]
-
-    @property
-    def fits_frame(self) -> pd.DataFrame:
-        return fits_frame(self.fits)
 
     @property
     def run_names(self) -> dict[str, str]:

@@ -17,7 +17,7 @@ from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Quantities
 from orchestrator.judge.analysis import series_columns
 
-Row = Mapping[str, Any]
+Row = Mapping[Any, Any]
 
 BLUE, SKY, VERMILLION, GREEN, VIOLET, CRIMSON = "#1B6FC0", "#4FB0E8", "#D55E00", "#12A07A", "#7A3CF0", "#BB0A3A"
 PERIWINKLE, LEAF, TEAL, AMBER, BROWN, PINK = "#6E7BF2", "#77B05A", "#00687F", "#E8A000", "#7B6045", "#E07FB0"

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from jobs.schema.axes import MORE, more_columns
-from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Role, readable, said_in_its_own_unit
 from jobs.schema.states import PointState, Result
+from orchestrator.report.table import Table
 from orchestrator.terminal import PlainConsole
 
 if TYPE_CHECKING:
@@ -23,12 +21,10 @@ if TYPE_CHECKING:
     from orchestrator.judge.analysis import Fit
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.verdicts import TargetVerdict
-    from orchestrator.report.table import Table as ReportTable
     from orchestrator.store import Store
 
 _STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
 _WIDTH_OF_A_PIPE = 200
-_LONG = 40  # characters of a cell beyond which it may take several lines
 
 
 def wide_console() -> Console:
@@ -38,11 +34,8 @@ def wide_console() -> Console:
 
 def print_states(states: Counter[PointState], console: Console) -> None:
     """Print the number of points by state."""
-    table = _table("Points", "state", "points")
-    for state in PointState:
-        if states[state]:
-            table.add_row(state, str(states[state]))
-    console.print(table)
+    rows = [[str(state), str(states[state])] for state in PointState if states[state]]
+    console.print(Table("Points", "", ["state", "points"], rows).rich())
 
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
@@ -55,7 +48,9 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
 
     if benches := bench.collect(store, [run_id]):
         for table in bench_text.tables(benches):
-            print_table(table, console)
+            if table.rows:
+                console.print(table.rich())
+                console.print(table.note, style="dim", markup=False)
     else:
         headline = queries.quantities(store, [run_id]).names(role=Role.HEADLINE)
         fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
@@ -69,18 +64,6 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     print_decisions(decisions(gates, verdicts), console, brief=True)
 
 
-def print_table(table: ReportTable, console: Console) -> None:
-    """Print a report's table with its note below; nothing if it has no rows."""
-    shown = _table(escape(table.title), *map(escape, table.columns))
-    for column, cells in zip(shown.columns, zip(*table.rows, strict=True), strict=False):
-        column.no_wrap = all(len(cell) <= _LONG for cell in cells)  # else a long text would cut all columns
-    for row in table.rows:
-        shown.add_row(*map(_cell, row))
-    if table.rows:
-        console.print(shown)
-        console.print(table.note, style="dim", markup=False)
-
-
 def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
     """Print the headline quantities, a row per point; nothing if there are none."""
     names = [name for name in headline if name in set(metrics["metric"])]
@@ -88,36 +71,29 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
     if shown.empty:
         return
     units = dict(zip(shown["metric"], shown["unit"], strict=True))
-    table = _table("Results", "point", *(escape(_titled(name, units[name])) for name in names))
-    for label, rows in shown.groupby("label", sort=False):
-        values = dict(zip(rows["metric"], rows["value"], strict=True))
-        cells = (_value(values[name], units[name]) if name in values else "" for name in names)
-        table.add_row(_cell(str(label)), *cells)
-    console.print(table)
-
-
-def _titled(name: str, unit: str) -> str:
-    """A column's title with the unit of its values, unless each has its own."""
-    return name if unit == "1" or said_in_its_own_unit(unit) else f"{name} ({unit})"
-
-
-def _value(value: float, unit: str) -> str:
-    return readable(value, unit if said_in_its_own_unit(unit) else "1")
+    spoken = {name for name, unit in units.items() if said_in_its_own_unit(unit)}
+    titles = [name if units[name] == "1" or name in spoken else f"{name} ({units[name]})" for name in names]
+    rows = []
+    for label, group in shown.groupby("label", sort=False):
+        values = dict(zip(group["metric"], group["value"], strict=True))
+        texts = {name: readable(values[name], units[name] if name in spoken else "1") for name in values}
+        rows.append([str(label), *(texts.get(name, "") for name in names)])
+    console.print(Table("Results", "", ["point", *titles], rows).rich())
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
     """Print the fitted exponents, a row per series and metric."""
-    title = "Growth with sequence length S: metric = overhead + c S^exponent"
-    table = _table(title, "series", "metric", "exponent", "95 % interval", "overhead", "S")
+    rows = []
     for fit in fits:
         named = [fit.series[name] for name in ("implementation", "workload", "pass")]
         own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
-        series = _cell(" ".join([*filter(None, named), *own]))
         interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
         overhead = f"{fit.overhead:.3g}" if fit.overhead else ""
         lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
-        table.add_row(series, fit.metric, f"{fit.exponent:.2f}", interval, overhead, lengths)
-    console.print(table)
+        series = " ".join([*filter(None, named), *own])
+        rows.append([series, fit.metric, f"{fit.exponent:.2f}", interval, overhead, lengths])
+    columns = ["series", "metric", "exponent", "95 % interval", "overhead", "S"]
+    console.print(Table("Growth with sequence length S: metric = overhead + c S^exponent", "", columns, rows).rich())
 
 
 def print_decisions(decisions: Sequence[Decision], console: Console, *, brief: bool = False) -> None:
@@ -152,14 +128,3 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
             if rule.value is not None and rule.margin is not None:
                 judged = f"{rule.told(rule.value)} (bound {rule.limit}, margin {rule.told(rule.margin)}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
-
-
-def _cell(text: str) -> str:
-    return escape(in_a_line(text))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table

@@ -1,4 +1,4 @@
-"""Tables of a report and their cells in Markdown and HTML."""
+"""Tables for reports and terminals, and the texts of their cells."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
+from rich import table as rich
+from rich.markup import escape
+from rich.text import Text
 
 from jobs.schema.axes import MORE, more_columns
-from jobs.schema.plain_text import for_file, for_html
+from jobs.schema.plain_text import for_file, for_html, in_a_line
 from orchestrator.judge.analysis import surroundings
+
+_COLORS = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
+_COLORS |= {"missing": "yellow", "broken": "red"}
+_LONG = 40  # characters of a cell beyond which its column may break lines
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,24 @@ class Table:
         )
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+    def rich(self, *, fold: bool = False) -> rich.Table:
+        """Title, columns and rows for a terminal, states in colours.
+
+        Args:
+            fold: every cell may take several lines; else only those of columns of long texts, which would cut others.
+        """
+        table = rich.Table(
+            title=escape(self.title), title_justify="left", title_style="bold", header_style="bold", box=None,
+            pad_edge=False,
+        )  # fmt: skip
+        for place, column in enumerate(self.columns):
+            short = all(len(row[place]) <= _LONG for row in self.rows)
+            table.add_column(escape(column), no_wrap=short and not fold, overflow="fold" if fold else "ellipsis")
+        for row in self.rows:
+            cells = zip(self.columns, map(in_a_line, row), strict=True)
+            table.add_row(*(Text(cell, _COLORS.get(cell, "red") if name == "state" else "") for name, cell in cells))
+        return table
 
 
 def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:

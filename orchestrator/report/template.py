@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_line
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
+from orchestrator.judge.analysis import fits_frame
 from orchestrator.judge.branches import take_overs
 from orchestrator.judge.decisions import decide
 from orchestrator.judge.verdicts import load_gates
@@ -190,7 +191,7 @@ class _Templates:
 
         `axes`: only points with these, as pass="forward".
         """
-        from orchestrator.report.charts import scaling_chart
+        from orchestrator.report.scaling_chart import scaling_chart
 
         run_ids = self._run_ids if run_ids is None else list(run_ids)
         rows = queries.scaling(self._store, run_ids=run_ids)
@@ -199,7 +200,7 @@ class _Templates:
                 raise ReportError(f"chart: {name!r}: is no axis; use one of {', '.join(map(str, rows.columns))}")
             rows = rows.loc[rows[name] == value]
         quantity = queries.quantities(self._store, run_ids).of(metric)
-        drawn = scaling_chart(rows, self.fits(run_ids), quantity).properties(width=640)
+        drawn = scaling_chart(rows, fits_frame(self.fits(run_ids)), quantity)[0].properties(width=640)
         title = title or f"{quantity.title} per sequence"
         if self._html:
             return Markup(svg(drawn))

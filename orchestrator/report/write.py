@@ -12,6 +12,7 @@ from jobs.schema.plain_text import printable
 from jobs.schema.quantities import Plot, Quantity
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
+from orchestrator.judge.analysis import fits_frame
 from orchestrator.report.content import Content, collect
 from orchestrator.report.text import to_html, to_markdown
 from orchestrator.settings import example_spec
@@ -84,10 +85,10 @@ def _some(run_ids: Sequence[str]) -> Sequence[str]:
 
 def _charts(content: Content) -> dict[Quantity, Any]:
     """Charts of the growing quantities that have rows to draw. Imports Altair only here."""
-    from orchestrator.report.charts import drawable, scaling_chart
+    from orchestrator.report.scaling_chart import drawable, scaling_chart
 
     return {
-        quantity: scaling_chart(content.scaling, content.fits_frame, quantity).properties(width=640)
+        quantity: scaling_chart(content.scaling, fits_frame(content.fits), quantity)[0].properties(width=640)
         for quantity in content.quantities
         if quantity.plot is Plot.GROWTH and not drawable(content.scaling, quantity).empty
     }
