@@ -258,7 +258,7 @@ def test_any_setting(folder: Path, name: str, value: str):
         told = [done.err, listed.err]
         if succeeded(done):
             rows = doctor.setting_rows(load_settings())
-            told.extend(row.value for row in rows if row.variable == "NSA_DATABASE_URL")
+            told.extend(value for variable, value, _, _ in rows if variable == "NSA_DATABASE_URL")
         succeeded(listed)
     if name == "DATABASE_URL":
         assert not any("secret" in text for text in told), told

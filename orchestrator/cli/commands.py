@@ -87,7 +87,7 @@ def doctor() -> None:
 
     settings = load_settings()
     check_current_folder()
-    console.settings(doctor.setting_rows(settings))
+    console.table("Settings", ["variable", "value", "source", "meaning"], doctor.setting_rows(settings))
     found = doctor.findings(settings)
     console.findings(found)
     raise typer.Exit(1 if any(f.health is Health.BROKEN for f in found) else 0)
@@ -247,7 +247,11 @@ def artifacts(
             find_point(store, run_id, point)
         files = stored_files(store, run_id, point)
         run_row = queries.run(store, run_id) or {}
-    console.files(files)
+    rows = [(str(f.point), str(f.attempt), console.file_name(f.name), str(f.size), f.sha256) for f in files]
+    if rows:
+        console.table("Files", ["point", "attempt", "name", "bytes", "sha256"], rows)
+    else:
+        say("no files were kept")
     if out is None:
         return
     problems = fetch(settings.artifact_store_url, files, out)

@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_range
 from jobs.schema.states import again_in_words
 from orchestrator.report.summary import wide_console
+from orchestrator.report.table import Table
 from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
-    from orchestrator.cli.doctor import Finding, SettingRow
+    from orchestrator.cli.doctor import Finding
     from orchestrator.cli.services import Exposure, ServiceStatus
-    from orchestrator.execute.artifacts import StoredFile
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.steps import Step
-
-_COLOUR = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
-_COLOUR |= {"missing": "yellow", "broken": "red"}
 
 out = wide_console()
 
 
-def settings(rows: Sequence[SettingRow]) -> None:
-    table = _table("Settings", "variable", "value", "source", "meaning")
-    for row in rows:
-        table.add_row(row.variable, row.value, row.source, row.meaning)
-    out.print(table)
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    out.print(Table(title, "", columns, list(rows)).rich(fold=True))
 
 
 def findings(found: Sequence[Finding]) -> None:
-    from orchestrator.cli.doctor import Health
-
-    table = _table("Checks", "check", "state", "detail", "to mend it")
-    for f in found:
-        table.add_row(f.name, _state(f.health), f.detail, "" if f.health is Health.OK else f.fix)
-    out.print(table)
+    rows = [(each.name, each.health, each.detail, "" if each.health == "ok" else each.fix) for each in found]
+    table("Checks", ["check", "state", "detail", "to mend it"], rows)
 
 
-def services(rows: Sequence[ServiceStatus]) -> None:
-    table = _table("Services", "service", "address", "state", "pid")
-    for s in rows:
-        state = "ok" if s.healthy else "not running" if s.pid is None else "starting"
-        table.add_row(s.name, s.url, _state(state), str(s.pid or ("started elsewhere" if s.healthy else "")))
-    out.print(table)
+def services(statuses: Sequence[ServiceStatus]) -> None:
+    rows = []
+    for each in statuses:
+        state = "ok" if each.healthy else "not running" if each.pid is None else "starting"
+        rows.append((each.name, each.url, state, str(each.pid or ("started elsewhere" if each.healthy else ""))))
+    table("Services", ["service", "address", "state", "pid"], rows)
 
 
 def access(token: str | None, found: Sequence[Exposure]) -> None:
@@ -62,13 +51,12 @@ def access(token: str | None, found: Sequence[Exposure]) -> None:
 
 
 def runs(frame: pd.DataFrame, *, title: str) -> None:
-    table = _table(title, "run", "kind", "origin", "state", "points", "ok", "failed", "created (UTC)")
-    for row in frame.to_dict("records"):
-        table.add_row(
-            row["run_id"], row["kind"], row["origin"], _state(row["state"]), _text(row["points"]), _text(row["ok"]),
-            _text(row["failed"]), _time(row["created_at"]),
-        )  # fmt: skip
-    out.print(table if len(frame) else f"{title}: none")
+    if frame.empty:
+        out.print(f"{title}: none")
+        return
+    names = ["run_id", "kind", "origin", "state", "points", "ok", "failed", "created_at"]
+    columns = ["run", *names[1:-1], "created (UTC)"]
+    table(title, columns, [[_text(row[name]) for name in names] for row in frame.to_dict("records")])
 
 
 def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFrame) -> None:
@@ -76,50 +64,44 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
         return
     fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_branch", "git_dirty", "code_hash")
     _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
-    table = _table("Points", "#", "label", "state", "progress", "reason")
+    rows = []
     for p in points.to_dict("records"):
         progress = ""
         if p["running"] and not pd.isna(p["phase"]):
             progress = f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
         reason = "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
-        table.add_row(_text(p["number"]), p["label"], _state(p["state"]), progress, reason)
-    out.print(table)
+        rows.append((_text(p["number"]), p["label"], p["state"], progress, reason))
+    table("Points", ["#", "label", "state", "progress", "reason"], rows)
     for event in events.to_dict("records"):
-        out.print(f"{_time(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
+        out.print(f"{_text(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
     row = {**row, "again": again_in_words(row) or None}
     names = ("point_id", "label", "state", "reason", "again", "attempt", "key", "started_at", "ended_at", "route")
     _fields(row, (*names, "config"))
-    table = _table("Metrics", "metric", "value", "p10", "p90", "95 % interval", "n", "method")
+    rows = []
     for m in metrics.to_dict("records"):
         unit = m["unit"]
         interval = "" if pd.isna(m["ci_low"]) else readable_range(m["ci_low"], m["ci_high"], unit, to=" .. ")
         p10, p90 = ("" if pd.isna(m[name]) else readable(m[name], unit) for name in ("p10", "p90"))
-        table.add_row(
-            m["name"], readable(m["value"], unit), p10, p90, interval,
-            str(max(1, len(m["samples"] or ()))), m["method"],
-        )  # fmt: skip
-    out.print(table if len(metrics) else "no metrics: only points that are ok have any")
-    for name in files["name"] if len(files) else ():
-        out.print(f"artifact: {_name(name)}", markup=False)
+        count = str(max(1, len(m["samples"] or ())))
+        rows.append((m["name"], readable(m["value"], unit), p10, p90, interval, count, m["method"]))
+    if rows:
+        table("Metrics", ["metric", "value", "p10", "p90", "95 % interval", "n", "method"], rows)
+    else:
+        out.print("no metrics: only points that are ok have any")
+    for file in files.to_dict("records"):
+        out.print(f"artifact: {file_name(file['name'])}", markup=False)
 
 
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
-        out.rule(Text(_name(f["name"]) + (" (its end)" if f["truncated"] else "")))
+        out.rule(Text(file_name(f["name"]) + (" (its end)" if f["truncated"] else "")))
         text = "" if pd.isna(f["content"]) else f["content"]
         out.print(text or f"not stored as text; see {f['path']}", markup=False)
     if files.empty:
         out.print("this point has no artifacts")
-
-
-def files(found: Sequence[StoredFile]) -> None:
-    table = _table("Files", "point", "attempt", "name", "bytes", "sha256")
-    for file in found:
-        table.add_row(str(file.point), str(file.attempt), _name(file.name), str(file.size), file.sha256)
-    out.print(table if found else "no files were kept")
 
 
 def plan(decisions: Sequence[Decision]) -> None:
@@ -148,18 +130,9 @@ def cost(step: Step) -> str:
     return f"{gpus}, about {max(1, round(step.minutes))} min ({step.basis})"
 
 
-class _Plain(Table):
-    """A table that shows text as it is, in lines of its own, without reading markup in a run's messages."""
-
-    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        super().add_row(*(Text(in_a_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
-
-
-def _table(title: str | None, *columns: str) -> Table:
-    table = _Plain(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def file_name(name: str) -> str:
+    """A file's name in ASCII, at most 100 characters: an imported journal may hold any text."""
+    return ascii(name if len(name) <= 100 else f"{name[:97]}...")[1:-1]
 
 
 def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -169,20 +142,9 @@ def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
             out.print(f"{name:<{width}}  {in_a_line(row[name], 4_000)}", markup=False)
 
 
-def _name(name: str) -> str:
-    """A file's name in ASCII, at most 100 characters: an imported journal may hold any text."""
-    return ascii(name if len(name) <= 100 else f"{name[:97]}...")[1:-1]
-
-
-def _state(state: str) -> Text:
-    return Text(str(state), style=_COLOUR.get(str(state), "red"))
-
-
 def _text(value: Any) -> str:
+    if isinstance(value, datetime):
+        return "" if pd.isna(value) else f"{value:%Y-%m-%d %H:%M:%S}"
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return ""
     return readable(value) if isinstance(value, float) else str(value)
-
-
-def _time(value: Any) -> str:
-    return "" if pd.isna(value) else f"{value:%Y-%m-%d %H:%M:%S}"

@@ -43,18 +43,8 @@ class Finding:
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class SettingRow:
-    """One setting: its environment variable, effective value (passwords masked), source and meaning."""
-
-    variable: str
-    value: str
-    source: str
-    meaning: str
-
-
-def setting_rows(settings: Settings) -> list[SettingRow]:
-    """All settings, in the order of `Settings`."""
+def setting_rows(settings: Settings) -> list[tuple[str, str, str, str]]:
+    """Environment variable, effective value (passwords masked), source and meaning of each setting."""
     effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
     effective["artifact_store"] = settings.artifact_store_url
     rows = []
@@ -62,7 +52,7 @@ def setting_rows(settings: Settings) -> list[SettingRow]:
         variable, value = f"NSA_{name.upper()}", effective.get(name) or str(getattr(settings, name))
         source = ".env" if name in settings.model_fields_set else "default"
         source = "environment" if variable in os.environ else source
-        rows.append(SettingRow(variable, value, source, field.description or ""))
+        rows.append((variable, value, source, field.description or ""))
     return rows
 
 

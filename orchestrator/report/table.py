@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
-from rich import table as rich
 from rich.markup import escape
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from jobs.schema.axes import MORE, more_columns
@@ -48,13 +48,13 @@ class Table:
         body = "\n".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
-    def rich(self, *, fold: bool = False) -> rich.Table:
+    def rich(self, *, fold: bool = False) -> RichTable:
         """Title, columns and rows for a terminal, states in colours.
 
         Args:
             fold: every cell may take several lines; else only those of columns of long texts, which would cut others.
         """
-        table = rich.Table(
+        table = RichTable(
             title=escape(self.title), title_justify="left", title_style="bold", header_style="bold", box=None,
             pad_edge=False,
         )  # fmt: skip
