@@ -30,9 +30,7 @@ def check(url: str) -> str:
     if scheme in ("file", "local"):
         if not rest.startswith("/"):
             raise ValueError("names a host or a relative path; write file:///PATH with three slashes")
-        nearest = next(path for path in (Path(rest), *Path(rest).parents) if os.path.exists(path))
-        if not nearest.is_dir():
-            raise ValueError(f"{str(nearest)!r} is not a folder; name one")
+        check_folder(Path(rest))
         return f"file://{rest.rstrip('/') or '/'}"
     if "@" in rest or "?" in rest or "#" in rest:
         raise ValueError(
@@ -55,6 +53,14 @@ def check(url: str) -> str:
     if not parts.netloc or re.search(r"[\s\x00-\x1f]", url):
         raise ValueError(f"names no bucket or host; {_FORMS}")
     return url.rstrip("/")
+
+
+def check_folder(path: Path) -> None:
+    """Raise ValueError if a path is below a file, or is one."""
+    # os.path.exists: Path.exists raises below a folder that may not be read
+    nearest = next((each for each in (path, *path.parents) if os.path.exists(each)), None)
+    if nearest is not None and not nearest.is_dir():
+        raise ValueError(f"{str(nearest)!r} is not a folder; name one")
 
 
 def is_local(url: str) -> bool:

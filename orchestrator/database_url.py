@@ -65,9 +65,7 @@ def check_url(url: str) -> str:
 def with_absolute_path(url: str) -> str:
     """The URL, a SQLite file's path made absolute: the same database from any folder."""
     path = sqlite_path(url)
-    if path is None or not path.name or path.is_absolute() or str(path).startswith("file:"):
-        return url
-    return sqlite_url(Path.cwd() / path)
+    return url if path is None or not path.name else sqlite_url(path.absolute())
 
 
 def sqlite_url(path: Path) -> str:

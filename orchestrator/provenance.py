@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,24 +64,21 @@ def git_state(root: Path = SOURCES) -> GitState:
 
 def code_hash(root: Path = SOURCES) -> str:
     """Hash of the sources that a measurement depends on (nsa_core and jobs); 16 hex digits."""
-    digest = hashlib.sha256()
-    for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:16]
+    paths = sorted(path for package in _SOURCES for path in (root / package).rglob("*.py"))
+    return _hash_of(b"", {path.relative_to(root).as_posix(): path for path in paths})
 
 
 def code_hash_of(spec: JobSpec) -> str:
     """Hash as `code_hash`, including other distributions' sources of the job's kind and implementations."""
     own, others = code_hash(), offered_sources(spec)
-    if not others:
-        return own
-    digest = hashlib.sha256(own.encode())
-    for name, path in sorted(others.items()):
+    return _hash_of(own.encode(), dict(sorted(others.items()))) if others else own
+
+
+def _hash_of(begin: bytes, files: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256(begin)
+    for name, path in files.items():
         content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode())
-        digest.update(content)
+        digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
-import re
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dotenv.parser import parse_stream
+from dotenv.parser import Binding, parse_stream
 from pydantic import Field, HttpUrl, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -154,10 +153,8 @@ class Settings(BaseSettings):
     @field_validator("home", "artifacts")
     @classmethod
     def _check_folder(cls, value: Path | None) -> Path | None:
-        # os.path.exists: Path.exists raises below a folder that may not be read
-        nearest = next((path for path in (value, *value.parents) if os.path.exists(path)), None) if value else None
-        if nearest is not None and not nearest.is_dir():
-            raise ValueError(f"{str(nearest)!r} is not a folder; name one")
+        if value is not None:
+            artifact_url.check_folder(value)
         return value
 
     @cached_property
@@ -185,10 +182,11 @@ class Settings(BaseSettings):
 
 def misspelled() -> list[str]:
     """One line for each variable of the environment or `.env` that nothing reads, but almost has a setting's name."""
-    file, settings = env_file(), [f"NSA_{name.upper()}" for name in Settings.model_fields]
-    text = file.read_text(errors="replace") if file and file.is_file() and os.access(file, os.R_OK) else ""
+    settings, names = [f"NSA_{name.upper()}" for name in Settings.model_fields], {*os.environ}
+    with suppress(SettingsError):  # whoever loads the settings says it
+        names.update(binding.key for binding in _bindings(env_file()) if binding.key)
     lines = []
-    for name in sorted({*os.environ, *re.findall(r"^\s*(?:export\s+)?(\w+)\s*=", text, re.MULTILINE)}):
+    for name in sorted(names):
         if not name.upper().startswith("NSA") or name.upper() in (*settings, *_NO_SETTINGS):
             continue
         if near := difflib.get_close_matches(name.upper(), settings, n=1, cutoff=0.85):
@@ -207,21 +205,29 @@ def check_current_folder() -> None:
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     file = env_file()
+    _bindings(file)
     try:
-        if file and file.is_file():  # dotenv only warns of a line, and its setting would be the default
-            with file.open(encoding="utf-8") as lines:
-                wrong = next((binding.original.line for binding in parse_stream(lines) if binding.error), None)
-            if wrong is not None:
-                raise SettingsError(
-                    f".env: '{file}': line {wrong}: is not NAME=VALUE, or its quote does not end; mend it"
-                )
         return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
+
+
+def _bindings(file: Path | None) -> list[Binding]:
+    """The lines of a `.env`, if it is there. Raises SettingsError; dotenv would only warn, and take the default."""
+    try:
+        if not file or not file.is_file():
+            return []
+        with file.open(encoding="utf-8") as lines:
+            bindings = list(parse_stream(lines))
     except UnicodeDecodeError:
         raise SettingsError(f".env: '{file}': is not UTF-8; save it as UTF-8 text") from None
     except OSError as err:
         raise SettingsError(f".env: '{file}': cannot be read ({err.strerror}); make it readable") from None
+    for binding in bindings:
+        if binding.error:
+            line = binding.original.line
+            raise SettingsError(f".env: '{file}': line {line}: is not NAME=VALUE, or its quote does not end; mend it")
+    return bindings
 
 
 def _mistake(error: ErrorDetails) -> str:

@@ -1,4 +1,4 @@
-"""Export of stored results for other programs: CSV with one metric per row, or JSON nested by run and point."""
+"""Export of stored results: CSV with one metric per row, JSON nested by run and point, or a run's journal."""
 
 from __future__ import annotations
 
@@ -7,19 +7,53 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import BaseModel, TypeAdapter
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
+from jobs.schema.axes import AXES, Axis
 from jobs.schema.plain_text import csv_cell
+from jobs.schema.quantities import Quantity
+from jobs.schema.states import PointState, RunState
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
-from orchestrator.store import history, queries
+from orchestrator.store import queries
 from orchestrator.store.journal import Journal
+from orchestrator.store.models import (
+    Artifact,
+    Attempt,
+    Base,
+    DeclaredQuantity,
+    Environment,
+    Event,
+    Metric,
+    Point,
+    Run,
+    Series,
+)
+from orchestrator.store.records import (
+    ArtifactData,
+    ArtifactRecord,
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    PointRecord,
+    Record,
+    RunEndRecord,
+    RunRecord,
+    SeriesRecord,
+    StartRecord,
+)
 from orchestrator.store.store import Store
 
-_AT_ONCE = 200  # points, whose metrics and series are read together
+_AXES = TypeAdapter(tuple[Axis, ...])
+_QUANTITIES = TypeAdapter(tuple[Quantity, ...])
+_PIECE = 1000  # samples of a record
 
 
 class ExportError(UserError):
@@ -63,7 +97,7 @@ def export_journal(store: Store, run_id: str, path: Path) -> ExportSummary:
     if os.path.exists(path):
         raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
     with Journal(path) as journal:
-        journal.append(history.records(store, run_id))
+        journal.append(records(store, run_id))
     return ExportSummary(path, 1, len(queries.states(store, run_ids=[run_id])))
 
 
@@ -77,56 +111,37 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
     created = {run_id: (queries.run(store, run_id) or {}).get("created_at") for run_id in run_ids}
     frame["created_at"] = [created[run_id] for run_id in frame["run_id"]]
-    cells = frame.apply(lambda column: column.map(_cell) if column.dtype.kind not in "biufM" else column)
-    return cells.to_csv(index=False, lineterminator="\r\n")  # so that a cell with either is quoted
-
-
-def _cell(value: Any) -> Any:
-    return csv_cell(value) if isinstance(value, str) else value
+    for name, column in frame.items():
+        if column.dtype.kind not in "biufM":
+            frame[name] = column.map(lambda value: csv_cell(value) if isinstance(value, str) else value)
+    return frame.to_csv(index=False, lineterminator="\r\n")  # so that a cell with either is quoted
 
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:
     """JSON list of runs: specs, events, points with configuration, environment, samples and series; without files."""
-    return json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=_jsonable) + "\n"
+    return (
+        json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=lambda time: time.isoformat()) + "\n"
+    )
 
 
 def _run(store: Store, run_id: str) -> dict[str, Any]:
+    metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in _rows(queries.run_metrics(store, run_id)):
+        metrics[row.pop("point_id")].append(row)
+    series: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    columns = ["point_id", "attempt", "name", "rank", "unit"]
+    for _, rows in queries.run_series(store, run_id).groupby(columns, sort=False):
+        [shared] = _rows(rows.loc[:, columns].head(1))
+        samples = {"steps": rows["step"].tolist(), "times": rows["at"].tolist(), "values": rows["value"].tolist()}
+        series[shared.pop("point_id")].append({**shared, **samples})
     return {
         **(queries.run(store, run_id) or {"run_id": run_id}),
         "events": _rows(queries.events(store, run_id)),
-        "points": list(_points(store, run_id)),
+        "points": [
+            {**point, "metrics": metrics[point["point_id"]], "series": series[point["point_id"]]}
+            for point in queries.details(store, run_id)
+        ],
     }
-
-
-def _points(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
-    """The run's points, read many at a time: the number of queries does not grow with that of points."""
-    last = -1
-    while points := queries.next_points(store, run_id, last, _AT_ONCE):
-        first, last = points[0]["number"], points[-1]["number"]
-        metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for row in _rows(queries.metrics_between(store, run_id, first, last)):
-            metrics[row.pop("point_id")].append(row)
-        samples = queries.series_between(store, run_id, first, last).groupby("point_id", sort=False)
-        series = {point_id: _series(frame) for point_id, frame in samples}
-        for point in points:
-            point_id = point["point_id"]
-            yield {**point, "metrics": metrics.get(point_id, []), "series": series.get(point_id, [])}
-        if len(points) < _AT_ONCE:
-            return
-
-
-def _series(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """One mapping a series of an attempt and a rank, its samples as lists."""
-    names = ["attempt", "name", "rank", "unit"]
-    return [
-        {
-            **_rows(rows.loc[:, names].head(1))[0],
-            "steps": rows["step"].tolist(),
-            "times": rows["at"].tolist(),
-            "values": rows["value"].tolist(),
-        }
-        for _, rows in frame.groupby(names, sort=False)
-    ]
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -136,5 +151,121 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _jsonable(value: Any) -> str:
-    return value.isoformat()
+def records(store: Store, run_id: str) -> list[Record]:
+    """The records of a run as the database has them, in an order that can be replayed; none if the run is unknown.
+
+    Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the
+    progress of a running point (`phase`, `done`, `total`), which no journal holds either.
+
+    Raises:
+        StoreError, StoreUnavailable: the database cannot be read.
+    """
+    with store.session() as session:
+        run = session.get(Run, run_id)
+        if run is None:
+            return []
+        found: list[Record] = [*_begins(session, run)]
+        for point in session.scalars(select(Point).where(Point.run_id == run_id).order_by(Point.number)):
+            found += _of_point(session, run, point)
+        events = select(Event).where(Event.run_id == run_id).order_by(Event.at, Event.id)
+        found += [EventRecord.model_validate(_fields(row, EventRecord)) for row in session.scalars(events)]
+        if run.state.ended:
+            end = {"state": run.state, "reason": run.reason, "resumed": run.resumed}
+            found.append(RunEndRecord.model_validate({"run_id": run_id, "at": run.state_at, **end}))
+        return found
+
+
+def _fields(row: Base, model: type[BaseModel]) -> dict[str, Any]:
+    """The columns of a row that are fields of a model."""
+    return {name: getattr(row, name) for name in model.model_fields if hasattr(row, name)}
+
+
+def _begins(session: Session, run: Run) -> list[RunRecord]:
+    """The beginning of a run; of a resumed one also the latest resumption, at the latest time that it can have had."""
+    query = select(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id).order_by(DeclaredQuantity.position)
+    names = Quantity.__dataclass_fields__
+    declared = [{name: getattr(row, name) for name in names} for row in session.scalars(query)]
+    same = {"run_id": run.id, "at": run.created_at, "state": RunState.RUNNING, "resumed": 0}
+    lists = {"quantities": _QUANTITIES.validate_python(declared), "axes": _AXES.validate_python(run.axes or ())}
+    first = RunRecord(**_fields(run, RunRecord) | same | lists)
+    going = run.state if run.state is RunState.PENDING else RunState.RUNNING
+    if run.resumed:
+        latest = {"at": run.state_at, "state": going, "resumed": run.resumed}
+        return [first, first.model_copy(update=latest)]
+    first = first.model_copy(update={"state": going})
+    if run.state_at > run.created_at and not run.state.ended:
+        return [first, first.model_copy(update={"at": run.state_at})]
+    return [first]
+
+
+def _of_point(session: Session, run: Run, point: Point) -> Iterator[Record]:
+    for number, attempt in sorted(point.attempts.items()):
+        if number == 1 or attempt.resumed > point.attempts[number - 1].resumed:
+            yield _planned(run, point, attempt)
+        yield from _attempt(session, run, attempt)
+    files = select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)
+    for row in session.scalars(files):
+        file = ArtifactData(**_fields(row, ArtifactData))
+        yield ArtifactRecord(run_id=run.id, at=run.state_at, point_id=point.id, attempt=row.attempt, artifact=file)
+    order = (Series.attempt, Series.name, Series.rank, Series.unit)
+    query = select(*order, Series.step, Series.at, Series.value).where(Series.point_id == point.id)
+    rows = session.execute(query.order_by(*order, Series.step))
+    for (number, name, rank, unit), samples in groupby(rows, lambda row: (row.attempt, row.name, row.rank, row.unit)):
+        while piece := list(islice(samples, _PIECE)):
+            yield SeriesRecord(
+                run_id=run.id,
+                at=piece[-1].at,
+                point_id=point.id,
+                attempt=number,
+                rank=rank,
+                name=name,
+                unit=unit,
+                steps=tuple(row.step for row in piece),
+                times=tuple(round(row.at.timestamp(), 3) for row in piece),
+                values=tuple(row.value for row in piece),
+            )
+
+
+def _planned(run: Run, point: Point, attempt: Attempt) -> PointRecord:
+    skipped = _skipped(attempt)
+    return PointRecord(
+        run_id=run.id,
+        at=attempt.ended_at if skipped and attempt.ended_at else run.created_at,
+        point_id=point.id,
+        index=point.number,
+        attempt=attempt.number - 1,
+        key=attempt.key,
+        label=point.label,
+        config=point.config,
+        axes={**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
+        estimate_bytes=point.estimate_bytes,
+        state=PointState.SKIPPED if skipped else PointState.PENDING,
+        reason=attempt.reason if skipped else None,
+        resumed=attempt.resumed,
+    )
+
+
+def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[Record]:
+    """An attempt's start and its outcome, as far as it came."""
+    about = {"run_id": run.id, "attempt": attempt.number}
+    if attempt.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
+        unheard = attempt.phase is None or attempt.started_at is None
+        at = attempt.heartbeat_at if unheard else attempt.started_at
+        yield StartRecord.model_validate({**_fields(attempt, StartRecord), **about, "at": at})
+    if not attempt.state.ended or _skipped(attempt):
+        return
+    same = (Metric.point_id == attempt.point_id, Metric.attempt == attempt.number)
+    metrics = session.scalars(select(Metric).where(*same).order_by(Metric.id))
+    environment = session.get(Environment, attempt.environment_id) if attempt.environment_id else None
+    ended = {
+        "at": attempt.ended_at,
+        "metrics": [_fields(row, MetricData) for row in metrics],
+        "environment": environment.content if environment else {},
+        "final": attempt.settled or not attempt.state.settles,
+    }
+    yield OutcomeRecord.model_validate({**_fields(attempt, OutcomeRecord), **about, **ended})
+
+
+def _skipped(attempt: Attempt) -> bool:
+    """Whether it was skipped when it was planned, and not by an outcome."""
+    return attempt.state is PointState.SKIPPED and attempt.environment_id is None and attempt.started_at is None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from sqlalchemy import (
     JSON,
     BigInteger,
     CheckConstraint,
+    DateTime,
+    Dialect,
     Double,
+    Enum,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -18,6 +22,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     String,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, attribute_keyed_dict, mapped_column, relationship
@@ -25,7 +30,31 @@ from sqlalchemy.types import TypeEngine
 
 from jobs.schema.axes import AXES, Axis
 from jobs.schema.states import Origin, PointState, Result, RunState
-from orchestrator.store.types import UtcDateTime, enum_type
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A timezone-aware datetime in UTC. SQLite stores no zone: it is removed on writing and added on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"{value.isoformat()} has no time zone")
+        value = value.astimezone(UTC)
+        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def _enum_type(cls: type[StrEnum]) -> Enum:
+    """A column type that stores an enum member's value as text."""
+    return Enum(cls, native_enum=False, length=16, values_callable=lambda members: [member.value for member in members])
 
 
 def _axis_type(axis: Axis) -> TypeEngine[Any]:
@@ -50,10 +79,10 @@ class Base(DeclarativeBase):
         float: Double(),
         dict[str, Any]: JSON(),
         list[Any]: JSON(),
-        PointState: enum_type(PointState),
-        RunState: enum_type(RunState),
-        Origin: enum_type(Origin),
-        Result: enum_type(Result),
+        PointState: _enum_type(PointState),
+        RunState: _enum_type(RunState),
+        Origin: _enum_type(Origin),
+        Result: _enum_type(Result),
     }
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
 from sqlalchemy import ColumnElement, Select, Subquery, Table, and_, case, func, or_, select
 from sqlalchemy.orm import aliased
+from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState, RunState
-from orchestrator.store.frames import frame, mappings
 from orchestrator.store.models import (
     Artifact,
     Attempt,
@@ -89,7 +90,7 @@ def runs(
     if text:
         columns = (Run.id, Run.name, Run.source, Run.host)
         chosen = chosen.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
-    return frame(store, _runs(_newest_first(chosen).limit(limit)))
+    return _frame(store, _runs(_newest_first(chosen).limit(limit)))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
@@ -104,7 +105,7 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts, Run.artifact_store)
-    return next(iter(mappings(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
+    return next(iter(_mappings(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
@@ -114,7 +115,7 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
     and `again_reason` are those of the newest attempt then, else None. Progress is of the newest attempt at each point;
     `running` is its number while it runs, else 0, and `running_on` its node.
     """
-    return frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
+    return _frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
 
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
@@ -126,7 +127,7 @@ def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
     """The attempts at a run's points that are planned or running, by point: `point_id`, `number`."""
     query = select(Attempt.point_id, Attempt.number).join(Point)
     query = query.where(Point.run_id == run_id, Attempt.state.in_(_UNENDED))
-    return frame(store, query.order_by(Point.number))
+    return _frame(store, query.order_by(Point.number))
 
 
 def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
@@ -138,26 +139,25 @@ def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
         return resumed or 0, dict(session.execute(of_run).all())
 
 
-def next_points(store: Store, run_id: str, after: int, most: int) -> list[dict[str, Any]]:
-    """The run's points of the next numbers above `after`, at most `most`, by number; each as `point` gives it."""
-    query = _DETAILS.where(v_points.c.run_id == run_id, v_points.c.number > after)
-    return _details(store, query.order_by(v_points.c.number).limit(most))
+def details(store: Store, run_id: str) -> list[dict[str, Any]]:
+    """The run's points by number; each as `point` gives it."""
+    return _details(store, _DETAILS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
 
 
 def _details(store: Store, query: Select) -> list[dict[str, Any]]:
-    return [{**found, "environment": found["environment"] or {}} for found in mappings(store, query)]
+    return [{**found, "environment": found["environment"] or {}} for found in _mappings(store, query)]
 
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
     """The metrics of a point, with all samples and the method of measurement."""
     query = select(*_METRIC).select_from(Point).join(Point.metrics).where(Point.id == point_id)
-    return frame(store, query.order_by(Metric.id))
+    return _frame(store, query.order_by(Metric.id))
 
 
-def metrics_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
-    """The columns of `metrics`, after `point_id`, of the run's points with the numbers from `first` to `last`."""
+def run_metrics(store: Store, run_id: str) -> pd.DataFrame:
+    """The columns of `metrics`, after `point_id`, of all points of a run."""
     query = select(Metric.point_id, *_METRIC).select_from(Point).join(Point.metrics)
-    return frame(store, _between(query, run_id, first, last).order_by(Point.number, Metric.id))
+    return _frame(store, query.where(Point.run_id == run_id).order_by(Point.number, Metric.id))
 
 
 def series(
@@ -190,18 +190,14 @@ def series(
         query = select(*(rows.c[column.key] for column in _SAMPLE))
         query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
     shown = query.selected_columns
-    return frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.at, shown.step))
+    return _frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.at, shown.step))
 
 
-def series_between(store: Store, run_id: str, first: int, last: int) -> pd.DataFrame:
-    """The columns of `series`, after `point_id` and in its order, of the run's points numbered `first` to `last`."""
-    query = select(Series.point_id, *_SAMPLE).join(Point, Point.id == Series.point_id)
+def run_series(store: Store, run_id: str) -> pd.DataFrame:
+    """The columns of `series`, after `point_id` and in its order, of all points of a run."""
+    query = select(Series.point_id, *_SAMPLE).join(Point, Point.id == Series.point_id).where(Point.run_id == run_id)
     order = (Point.number, Series.attempt, Series.name, Series.rank, Series.at, Series.step)
-    return frame(store, _between(query, run_id, first, last).order_by(*order))
-
-
-def _between(query: Select, run_id: str, first: int, last: int) -> Select:
-    return query.where(Point.run_id == run_id, Point.number >= first, Point.number <= last)
+    return _frame(store, query.order_by(*order))
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:
@@ -216,7 +212,7 @@ def artifacts(store: Store, point_id: str) -> pd.DataFrame:
         Artifact.content,
     )
     query = select(*columns).where(Artifact.point_id == point_id)
-    return frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
+    return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
 
 
 def files(store: Store, run_id: str, number: int | None = None) -> pd.DataFrame:
@@ -224,13 +220,13 @@ def files(store: Store, run_id: str, number: int | None = None) -> pd.DataFrame:
     columns = (Artifact.attempt, Artifact.name, Artifact.path, Artifact.size, Artifact.sha256)
     query = select(Point.number.label("point"), *columns).join(Point, Point.id == Artifact.point_id)
     query = query.where(Point.run_id == run_id, *([] if number is None else [Point.number == number]))
-    return frame(store, query.order_by(Point.number, Artifact.attempt.desc(), Artifact.name))
+    return _frame(store, query.order_by(Point.number, Artifact.attempt.desc(), Artifact.name))
 
 
 def events(store: Store, run_id: str) -> pd.DataFrame:
     """The events of a run, by time."""
     columns = (Event.at, Event.level, Event.message, Event.point_id)
-    return frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
+    return _frame(store, select(*columns).where(Event.run_id == run_id).order_by(Event.at, Event.id))
 
 
 def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
@@ -240,7 +236,7 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
     """
     query = _of_runs(v_scaling, run_ids, origin)
     order = (v_scaling.c[name] for name in ("run_id", "implementation", "workload", "pass", "seq_len", "metric"))
-    return frame(store, query.order_by(*order, v_scaling.c.point_id))
+    return _frame(store, query.order_by(*order, v_scaling.c.point_id))
 
 
 def measurements(
@@ -248,13 +244,13 @@ def measurements(
 ) -> pd.DataFrame:
     """Rows of the view v_metrics: all metrics of the ok points."""
     query = _of_runs(v_metrics, run_ids, origin)
-    return frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
+    return _frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
     """Rows of the view v_points: state and reason of every point."""
     query = _of_runs(v_points, run_ids, origin)
-    return frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
+    return _frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
 
 
 def _of_runs(view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None) -> Select:
@@ -271,9 +267,9 @@ def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd
     """
     if latest:
         query = select(v_gate).order_by(v_gate.c.target, v_gate.c.position)
-        return frame(store, query.where(v_gate.c.run_id == run_id))
+        return _frame(store, query.where(v_gate.c.run_id == run_id))
     query = select(*(Verdict.__table__.c[column.name] for column in v_gate.c)).where(Verdict.run_id == run_id)
-    return frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
+    return _frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
@@ -375,3 +371,33 @@ def _tally(chosen: Select) -> Subquery:
         .group_by(Point.run_id)
         .subquery()
     )
+
+
+def _frame(store: Store, query: Select) -> pd.DataFrame:
+    """The rows of a query; `more_axes` comes as one column "axis_<name>" per kind-specific axis."""
+    with store.session() as session:
+        rows = session.execute(query).all()
+    columns = {column.key: column.type for column in query.selected_columns}
+    frame = pd.DataFrame([[_plain(value) for value in row] for row in rows], columns=list(columns), dtype=object)
+    for name, kind in columns.items():
+        kind = kind.impl if isinstance(kind, TypeDecorator) else kind
+        if isinstance(kind, DateTime):
+            frame[name] = pd.to_datetime(frame[name], utc=True)
+        elif isinstance(kind, Integer | Float):
+            frame[name] = pd.to_numeric(frame[name])
+    if "more_axes" in columns:
+        values = [each or {} for each in frame.pop("more_axes")]
+        for name in sorted({name for each in values for name in each}):
+            frame[MORE + name] = pd.Series([each.get(name) for each in values], index=frame.index, dtype=object)
+    return frame
+
+
+def _mappings(store: Store, query: Select) -> list[dict[str, Any]]:
+    """The rows of a query, a mapping each, as the database has them: `more_axes` is one column."""
+    with store.session() as session:
+        rows = session.execute(query).mappings().all()
+    return [{str(name): _plain(value) for name, value in row.items()} for row in rows]
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.run import driver, plan
-from orchestrator.store import Store, history, importer, journal, queries
+from orchestrator.store import Store, exporter, importer, journal, queries
 from orchestrator.store.journal import Journal
 from orchestrator.store.models import Base, Run
 from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
@@ -96,7 +96,7 @@ def test_a_database_that_took_the_earliest_time_takes_the_journal(store: Store, 
 @pytest.mark.parametrize("count", [-1, None])
 def test_its_journal_is_rebuilt(store: Store, other: Store, lived, count: int | None) -> None:
     store.apply_many(lived[:count])
-    other.apply_many(history.records(store, RUN))
+    other.apply_many(exporter.records(store, RUN))
     assert rows(other) == rows(store)
     other.apply_many(lived[:count])
     assert rows(other) == rows(store)
@@ -176,5 +176,5 @@ class TestAPointWithoutAnAttempt:
             store.apply(record)
             with other.session(writes=True) as session:
                 session.connection().exec_driver_sql("DELETE FROM run")
-            other.apply_many(history.records(store, RUN))
+            other.apply_many(exporter.records(store, RUN))
             assert rows(other) == rows(store)

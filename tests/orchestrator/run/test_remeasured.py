@@ -17,7 +17,7 @@ from orchestrator import provenance
 from orchestrator.cli.cancel import cancel_run
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, exporter, history, importer, journal, queries
+from orchestrator.store import Store, exporter, importer, journal, queries
 
 ROOT = Path(__file__).resolve().parents[3]
 # Writes a line for each time that it is measured; waits, or ends as a file in the folder says.
@@ -118,7 +118,7 @@ def same_elsewhere(at: Path, url: str, new_database: Callable[[], str]) -> None:
     other = new_database()
     with Store.open(other) as store:
         importer.import_file(store, path)
-        rebuilt = plan.history(history.records(store, run_id))
+        rebuilt = plan.history(exporter.records(store, run_id))
     assert points(other) == points(url)
     told = plan.history(journal.read(path))
     assert told is not None

@@ -33,7 +33,7 @@ from orchestrator.execute.ray_connection import ClusterWatch
 from orchestrator.messages import BatchEnded
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, history, importer, journal, queries
+from orchestrator.store import Store, exporter, importer, journal, queries
 from orchestrator.store.journal import Journal, JournalFull
 from orchestrator.store.records import RunRecord
 
@@ -208,7 +208,7 @@ def test_the_records_of_a_waiting_run_give_the_same_row(home, spec, waits, tmp_p
     def copy() -> None:
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store, Store.open(f"sqlite:///{tmp_path / 'b.db'}") as other:
             run_id = queries.runs(store)["run_id"][0]
-            other.apply_many(history.records(store, run_id))
+            other.apply_many(exporter.records(store, run_id))
             assert queries.run(other, run_id) == queries.run(store, run_id)
 
     waits(copy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from statements import counted
 
 from jobs.schema.states import PointState
@@ -27,11 +26,9 @@ def test_more_points_need_no_more_statements(store: Store, sweep):
     assert asked[0] == asked[1]
 
 
-@pytest.mark.parametrize("at_once", [1, 4, 9, 200])
-def test_each_point_has_what_is_stored_of_it(store: Store, sweep, monkeypatch: pytest.MonkeyPatch, at_once: int):
+def test_each_point_has_what_is_stored_of_it(store: Store, sweep):
     store.apply_many([*sweep(failures={PointState.HANG: "silent"}), *samples(), *sweep("another")])
     store.apply_many([RunRecord(run_id="empty", name="e", kind="scaling", spec={}, spec_hash="5"), numbered(7)])
-    monkeypatch.setattr(exporter, "_AT_ONCE", at_once)
     run, empty = json.loads(exporter.to_json(store, [RUN, "empty"]))
     assert [point["number"] for point in run["points"]] == list(range(9))
     assert [point["number"] for point in empty["points"]] == [7]

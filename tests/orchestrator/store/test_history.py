@@ -13,7 +13,7 @@ from jobs.schema.axes import Axis
 from jobs.schema.quantities import TIME, Quantity
 from jobs.schema.states import PointState, RunState
 from orchestrator.run import plan
-from orchestrator.store import Store, history, journal
+from orchestrator.store import Store, exporter, journal
 from orchestrator.store.journal import Journal
 from orchestrator.store.models import Base
 from orchestrator.store.records import (
@@ -151,7 +151,7 @@ def test_a_runs_records_give_the_same_rows_in_another_database(store: Store, oth
     lived = Life(seed, sweep).run()
     store.apply_many(lived)
     before = rows(store)
-    told = history.records(store, RUN)
+    told = exporter.records(store, RUN)
     with Journal(tmp_path / "run" / journal.NAME) as book:
         book.append(told)
     read = list(journal.read(tmp_path / "run" / journal.NAME))
@@ -192,9 +192,9 @@ def test_an_older_state_of_a_run_is_brought_up_to_date(store: Store, other: Stor
     ]
     store.apply_many([*records, *again])
     other.apply_many(records)
-    other.apply_many(history.records(store, RUN))
+    other.apply_many(exporter.records(store, RUN))
     assert rows(other) == rows(store)
 
 
 def test_an_unknown_run_has_no_records(sqlite_store: Store):
-    assert history.records(sqlite_store, RUN) == []
+    assert exporter.records(sqlite_store, RUN) == []

@@ -437,7 +437,7 @@ def test_events_stored_at_once_are_checked_each(store: Store, sweep, tmp_path: P
     assert messages.count("of a point") == 1
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_an_export_to_a_pipe_that_nobody_reads_is_refused(sqlite_store: Store, tmp_path: Path):
     os.mkfifo(tmp_path / "x.csv")
     with pytest.raises(UserError, match=r"x\.csv' cannot be written \(is a pipe that nobody reads\); choose another"):

@@ -113,7 +113,7 @@ def test_one_writer_at_a_time(path: Path) -> None:
     assert messages(path) == ["a"]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["journal.jsonl", "journal.jsonl.gz"])
 def test_a_pipe_in_place_of_a_journal_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)

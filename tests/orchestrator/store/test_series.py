@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from sqlalchemy import text
 
 from jobs.schema.states import PointState
-from orchestrator.store import Store, StoreError, exporter, history, queries
+from orchestrator.store import Store, StoreError, exporter, queries
 from orchestrator.store.records import RECORD, OutcomeRecord, Record, SeriesRecord, StartRecord
 
 RUN = "20261120-120000-demo-abcd"
@@ -86,7 +86,7 @@ def test_a_later_attempt_has_series_of_its_own(failed: Store) -> None:
 def test_history_gives_them_back(failed: Store) -> None:
     told = [piece(0, 1500), piece(0, 2, rank=1), piece(0, 1, name="speed", unit="tok/s", attempt=2)]
     failed.apply_many(told)
-    again = [record for record in history.records(failed, RUN) if isinstance(record, SeriesRecord)]
+    again = [record for record in exporter.records(failed, RUN) if isinstance(record, SeriesRecord)]
     assert [len(record.steps) for record in again] == [1000, 500, 2, 1]
     assert again[0].steps + again[1].steps == told[0].steps
     assert again[0].times + again[1].times == told[0].times
