@@ -11,13 +11,13 @@ import pytest
 import torch
 from supervised import Ended, supervised
 from torch import Tensor, nn
-from travelling import travelled
+from travelling import CPU, H200, travelled, values_of
 
 from jobs.backward import BackwardPass, Spec, measure
 from jobs.measure.check import WrongResult
 from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
 from jobs.process.worker import ran_out_of_memory
-from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.point import Measurement, Point
 from jobs.schema.states import PointState
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import Deadlines, SpecError
@@ -26,8 +26,6 @@ from orchestrator.messages import Conditions
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
-CPU = Machine("cpu", "test processor", 8 * 2**30)
-H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 CASE: dict[str, Any] = {"preset": "tiny", "layers": [2], "lengths": [64]}
 TIMING = {"repeats": 1, "min_s": 0, "max_s": 1, "warmup": 1}
 
@@ -76,7 +74,7 @@ def test_a_model_of_a_branch_is_watched_and_measured(branch: str) -> None:
     assert all(mark["finite"] and mark["resident_mib"] > 0 for mark in marks)
     assert all("VmRSS" in str(result.files[f"memory_{side}.txt"]) for side in ("before", "after"))
     assert ("trace.txt" in result.files) == (branch != "all")
-    values = {metric.name: metric.value for metric in result.metrics}
+    values = values_of(result)
     parameters = sum(p.numel() for p in BackwardPass(travelled(point)).parameters) * 4 / 2**20
     assert parameters < values["forward_memory"] < values["peak_memory"]
     assert values["time"] > 0
@@ -225,12 +223,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         _data({"preset": "huge"}),
         r"^cases\.0\.preset: 'huge': there is no such preset; use one of tiny, m7c_125m, small",
     ),
-    (_data({"layers": [0]}), r"^cases\.0\.layers\.0: 0: .*greater than or equal to 1"),
-    (_data({"branches": []}), r"^cases\.0\.branches: \[\]: .*; name at least one"),
     (_data({"branches": ["sel"]}), r"^cases\.0\.branches\.0: 'sel': .*'slc'"),
-    (_data({"repeats": [0]}), r"^cases\.0\.repeats\.0: 0: "),
-    (_data({"anomaly": ["on"]}), r"^cases\.0\.anomaly\.0: 'on': .*; write true or false"),
-    (_data(cases=[]), r"^cases: \[\]: .*; name at least one"),
     (_data({}, {"lengths": [32, 64]}), r"^cases: 'all tiny 2 layers S=64' appears more than once; leave it out of one"),
     (_data(implementations=["dense"]), r"^implementations: \['dense'\]: 'dense' is no implementation; use reference"),
     (_data(implementations=["flash"]), r"^implementations: 'flash': computes the window alone; add win"),

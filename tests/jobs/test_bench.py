@@ -10,36 +10,25 @@ from typing import Any
 import pytest
 import torch
 from torch._C._autograd import DeviceType
-from travelling import travelled
+from travelling import CPU, H200, HEADS, NSA, QUICK, quiet, values_of
 
 from jobs import bench as stages
 from jobs.bench import Kernel, ProfileError, Spec, by_stage, measure, summarize_stages
-from jobs.schema.point import Machine, Measurement, Point
 from jobs.specs.load import load_spec
 from nsa_core.kernels.runtime.launch import Started
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
-H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 SMALL = {
     "kind": "bench",
     "name": "t",
     "implementations": ["chunked", "dense", "dense-sdpa-flash"],
-    "shapes": [{"query_heads": 4, "kv_heads": 2, "head_dim": 8}, {"query_heads": 3, "kv_heads": 1, "head_dim": 16}],
+    "shapes": [HEADS, {"query_heads": 3, "kv_heads": 1, "head_dim": 16}],
     "lengths": [256, 64],
     "tokens": 128,
     "dtype": "float32",
-    "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
-    "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+    "nsa": NSA,
+    "timing": QUICK,
 }
 BENCH = Path(__file__).parents[2] / "jobs" / "configs" / "bench.yaml"
-
-
-def _quiet(phase: str, done: int = 0, total: int = 0) -> None:
-    pass
-
-
-def _measure(point: Point) -> Measurement:
-    return measure(travelled(point), _quiet)  # as it travels to a worker
 
 
 def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_tokens() -> None:
@@ -63,15 +52,6 @@ def test_the_ready_spec_is_the_table_of_the_design_with_stages_last() -> None:
     assert {(point.axes.implementation, point.axes.pass_) for point in staged} == {("triton", "forward+backward")}
     assert len(staged) == 3 * 6
     assert len({point.key("code", H200) for point in points}) == len(points)
-
-
-def test_points_have_the_quantities_of_scaling_and_the_kernel_that_ran() -> None:
-    points = [point for point in Spec.model_validate(SMALL).points(CPU) if point.axes.seq_len == 64]
-    found = {point.label: _measure(point) for point in points[:6]}
-    names = {metric.name for metric in found["4/2 d8 chunked forward+backward S=64"].metrics}
-    assert {"time", "throughput", "peak_extra_memory", "oracle_error"} <= names
-    assert found["4/2 d8 chunked forward S=64"].route["slc"] == "chunked"
-    assert found["4/2 d8 dense-sdpa-flash forward S=64"].route == {"dense": "sdpa-flash"}
 
 
 def _launches(*kernels: str, stage: str = "merge") -> list[Started]:
@@ -151,8 +131,8 @@ def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(stages, "l2_filler", lambda device: torch.empty(1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     point = Spec.model_validate({**SMALL, "implementations": ["chunked"]}).points(CPU)[1]
-    result = measure(point.case.model_copy(update={"profiles": 3}), _quiet)
-    found = {metric.name: metric.value for metric in result.metrics}
+    result = measure(point.case.model_copy(update={"profiles": 3}), quiet)
+    found = values_of(result)
     assert found["stage_merge"] == 2.0
     assert found["oracle_error"] <= found["oracle_error_bound"]
     assert len(calls) == 1 + 3  # the first starts the profiler

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from supervised import searched, values
-from travelling import travelled
+from travelling import CPU, travelled
 
 from jobs import backward
-from jobs.measure.search import Bisection, smallest_failing
-from jobs.schema.point import EndedPoint, Machine, Point
+from jobs.measure.search import smallest_failing
+from jobs.schema.point import Point
 from jobs.schema.states import FAILED, PointState
-
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
 @pytest.mark.parametrize("frontier", list(itertools.product(range(4), range(5))))
@@ -41,10 +39,6 @@ def test_the_search_does_not_rest_on_larger_sizes_failing() -> None:
     found = smallest_failing(lambda *place: place in failing, 4, 4)
     assert found in failing
     assert not {(found[0] - 1, found[1]), (found[0], found[1] - 1)} & failing
-
-
-def test_nothing_fails_if_the_largest_size_passes() -> None:
-    assert smallest_failing(lambda *_: False, 4, 5) is None
 
 
 def _spec(**changes: Any) -> backward.Spec:
@@ -97,24 +91,6 @@ def test_each_variant_has_a_search_of_its_own() -> None:
     _, conclusions = searched(_spec(cases=[case], implementations=["chunked", "naive"]), CPU, _fails_from(2, 1))
     assert len({each.label for each in conclusions}) == 8
     assert all(values(each)["failing_layers"] == 2 for each in conclusions)
-
-
-@pytest.mark.parametrize(
-    ("smallest", "passed", "neighbours"),
-    [
-        ((8, 128), [(5, 128), (4, 128), (8, 64)], "5 layers, S=128 and 8 layers, S=64 pass"),
-        ((1, 128), [(1, 64)], "1 layer, S=64 passes, fewer layers are not among the sizes"),
-        ((8, 64), [(5, 64)], "5 layers, S=64 passes, shorter lengths are not among the sizes"),
-        ((1, 64), [], "fewer layers are not among the sizes, shorter lengths are not among the sizes"),
-    ],
-)
-def test_only_sizes_that_were_tried_are_said_to_pass(
-    smallest: tuple[int, int], passed: list[tuple[int, int]], neighbours: str
-) -> None:
-    (point,) = _spec().points(CPU)
-    tried = {size: EndedPoint(point, PointState.OK) for size in passed}
-    found = Bisection(smallest, {smallest: EndedPoint(point, PointState.OOM, "full"), **tried})
-    assert found.sentence.endswith(f" (oom: full); {neighbours}")
 
 
 def test_a_size_is_watched_and_not_timed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 from trainings import Keeping
-from travelling import travelled
+from travelling import CPU, travelled, values_of
 
 from jobs import diagnose
 from jobs.diagnosis.advice import Advice, Diagnosis, advise
@@ -19,9 +19,7 @@ from jobs.diagnosis.rank_state import Memory, RankState, identity
 from jobs.diagnosis.text import describe
 from jobs.hardware import topology as module
 from jobs.hardware.topology import Gpu, Topology, members, ranges, topology
-from jobs.schema.point import SHORT, Machine
-
-CPU = Machine("cpu", "test processor", 8 * 2**30)
+from jobs.schema.point import SHORT
 
 
 def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +30,7 @@ def test_a_diagnosis_has_the_memory_of_each_phase_and_what_ran(tmp_path: Path, m
     (point,) = spec.points(CPU)
     report = Keeping()
     result = diagnose.measure(travelled(point), report)
-    values = {metric.name: metric.value for metric in result.metrics}
+    values = values_of(result)
     sizes = [values[f"{phase}_resident"] for phase in ("boot", "loader", "step_1", "now")]
     assert sizes[0] > 50
     assert sizes[2] >= sizes[0]

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from travelling import travelled
+from travelling import CPU, travelled, values_of
 
 from jobs.estimate import BACKWARD, FORWARD, Change, Spec, measure, measure_parts, parts_at_peak
 from jobs.measure.model_pass import ModelPass
-from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 MIB = 2**20
 
 
@@ -63,7 +61,7 @@ def test_parts_of_a_known_pass() -> None:
 def test_predicted_and_allocated_parts_agree(implementation: str, changes: dict[str, Any]) -> None:
     (point,) = _spec(implementations=[implementation], lengths=[512], **changes).points(CPU)
     result = measure(travelled(point), lambda *_: None)
-    found = {metric.name: metric.value for metric in result.metrics}
+    found = values_of(result)
     assert abs(found["estimate_error"]) < 10
     for part in ("parameters", "optimizer", "inputs"):
         assert found[f"predicted_{part}"] == pytest.approx(found[f"allocated_{part}"], rel=0.01)
@@ -71,12 +69,6 @@ def test_predicted_and_allocated_parts_agree(implementation: str, changes: dict[
     assert extra == pytest.approx(found["peak_extra_memory"], rel=0.02)  # two ways of measuring one peak
     assert found["predicted_activations"] == pytest.approx(found["allocated_activations"], rel=0.1, abs=1e-3)
     assert found["predicted_workspace"] == pytest.approx(found["allocated_workspace"], rel=0.15)
-
-
-def test_points_are_the_whole_grid_shortest_first() -> None:
-    points = _spec(lengths=[128, 64], implementations=["chunked", "dense"]).points(CPU)
-    assert [point.axes.seq_len for point in points] == [64] * 6 + [128] * 6
-    assert all(point.estimate_bytes for point in points)
 
 
 def test_the_optimizers_state_counts_on_a_device_without_an_index() -> None:

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from travelling import travelled
+from travelling import CPU, HEADS, NSA, QUICK, measured, values_of
 
 from jobs import peers
 from jobs.adapters import PEERS, offered_peers
 from jobs.adapters.check import _ranked, _wrong
 from jobs.adapters.packages import TORCH_FIXED, window
 from jobs.measure.check import WrongResult
-from jobs.peers import measure
-from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.point import Machine
 from jobs.specs.kinds import offered_sources
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
@@ -30,7 +29,6 @@ from orchestrator.execute import requirements
 from orchestrator.messages import Requirements
 from orchestrator.settings import Settings
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30, {"capability": "9.0"})
 RIGHT = """
 import torch
@@ -131,13 +129,13 @@ def _spec(*names: str, **changes: Any) -> Any:
         "kind": "peers",
         "name": "t",
         "peers": [*names],
-        "shapes": [{"query_heads": 4, "kv_heads": 2, "head_dim": 8}],
+        "shapes": [HEADS],
         "lengths": [64],
         "tokens": 128,
         "passes": ["forward+backward"],
         "dtype": "float32",
-        "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
-        "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+        "nsa": NSA,
+        "timing": QUICK,
     }
     return parse_spec(data | changes)
 
@@ -147,22 +145,18 @@ def _here() -> Machine:
     return Machine("cpu", "test processor", 8 * 2**30, peers.versions())
 
 
-def _measure(point: Point) -> Measurement:
-    return measure(travelled(point), lambda *_: None)
-
-
 def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it(toys: Path) -> None:
     spec = _spec("right", "dense-pytorch", implementations=["naive"], shapes=[
-        {"query_heads": 4, "kv_heads": 2, "head_dim": 8}, {"query_heads": 2, "kv_heads": 2, "head_dim": 8}
+        HEADS, {"query_heads": 2, "kv_heads": 2, "head_dim": 8}
     ])  # fmt: skip
     points = spec.points(_here())
     assert [point.label for point in points[:3]] == [
         f"4/2 d8 {name} forward+backward S=64" for name in ("right", "dense-pytorch", "naive")
     ]
     assert {(p.axes.batch, p.axes.seq_len, p.skip_reason) for p in points} == {(2, 64, None)}
-    found = {point.axes.implementation: _measure(point) for point in points[:3]}
+    found = {point.axes.implementation: measured(point) for point in points[:3]}
     for result in found.values():
-        values = {metric.name: metric.value for metric in result.metrics}
+        values = values_of(result)
         assert min(values["time"], values["peak_extra_memory"]) > 0
         assert values["oracle_error"] <= values["oracle_error_bound"]
     assert found["right"].environment["peer"]["version"] == "1.0"
@@ -175,7 +169,7 @@ def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_
 def test_a_peers_kernels_are_tuned_with_the_sizes_that_are_measured(toys: Path) -> None:
     pytest.importorskip("triton")
     (point,) = _spec("tuned").points(_here())
-    _measure(point)
+    measured(point)
     kernel = import_module("toy_peers.tuned").kernel
     assert kernel.cache == {"length": 64}, "the check's sequences have another length"
     assert not kernel.cache_results, "else a choice for other sizes is read from disk"
@@ -193,7 +187,7 @@ def test_a_peer_that_disagrees_with_the_oracle_is_an_error(toys: Path, name: str
     (point,) = _spec(name).points(_here())
     assert point.skip_reason is None
     with pytest.raises(WrongResult, match=message):
-        _measure(point)
+        measured(point)
 
 
 def test_the_probe_finds_the_peers_where_the_points_run() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from other_interpreters import make_interpreter, own_packages
-from travelling import travelled
+from travelling import NSA, QUICK, travelled, values_of
 
 from jobs import toolchain
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
@@ -40,8 +40,8 @@ def _points(**changes: Any) -> list[Point]:
         "implementations": ["chunked"],
         "passes": ["forward+backward"],
         "lengths": [32],
-        "nsa": {"cmp_block": 8, "cmp_stride": 4, "slc_block": 8, "slc_count": 4, "window": 16},
-        "timing": {"repeats": 2, "min_s": 0, "max_s": 2, "warmup": 1},
+        "nsa": NSA,
+        "timing": QUICK,
         "tolerance": {"time_percent": 10000},
     }
     spec = parse_spec(data | changes)
@@ -98,7 +98,7 @@ def test_a_second_interpreter_and_setting_give_the_same_outputs(
     point = _points(python=[None, other], env=[{}, PLAIN])[-1]
     assert (point.axes.python, point.axes.env) == (other, "ATEN_CPU_CAPABILITY=default")
     result = _measure(point)
-    values = {metric.name: metric.value for metric in result.metrics}
+    values = values_of(result)
     assert 0 < values["output_difference"] < 1e-4  # other instructions, other roundings
     assert values["tensors_equal"] < 100
     assert (values["differences"], values["memory_change"]) == (0, 0)
@@ -136,7 +136,7 @@ def test_differences_beyond_their_tolerance_are_named() -> None:
         "peak memory +9.1 %, beyond 5 %",
         "branch slc ran b, not a",
     ]
-    values = {metric.name: metric.value for metric in result.metrics}
+    values = values_of(result)
     assert (values["differences"], values["time_change"], values["tensors_equal"]) == (3, 100, 50)
     assert values["output_difference"] == pytest.approx(1 / 11)
     table = str(result.files["comparison.txt"])

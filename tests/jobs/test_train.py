@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from trainings import small, trains_alike
-from travelling import travelled
+from travelling import CPU, travelled, values_of
 
 from jobs.hardware import energy
 from jobs.measure import check
@@ -31,8 +31,6 @@ from jobs.training.parallel import ParallelModel
 from nsa_core.backends import chunked
 from nsa_core.model import PRESETS, NSATransformer
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
-
 
 def _spec(text: Path, **changes: Any) -> Spec:
     return Spec.model_validate(small(text, seq_len=48, steps=25) | changes)
@@ -42,17 +40,13 @@ def _train(spec: Spec, index: int = 0) -> Measurement:
     return measure(travelled(spec.points(CPU)[index]), lambda *_: None)
 
 
-def _values(result: Measurement) -> dict[str, float]:
-    return {metric.name: metric.value for metric in result.metrics}
-
-
 def test_the_loss_falls_on_held_out_text(text: Path) -> None:
     plan = {"steps": 1000, "tokens_per_step": 192, "hours": 2}
     spec = _spec(text, attention=["nsa", "dense"], plan=plan)
     assert [p.axes.implementation for p in spec.points(CPU)] == ["chunked", "dense"]
     for index, branches in ((0, {"cmp", "slc", "win", "select"}), (1, {"dense"})):
         result = _train(spec, index)
-        found = _values(result)
+        found = values_of(result)
         assert found["heldout_loss_before"] > 5, "an untrained model knows nothing: ln(256) is 5.5"
         assert found["heldout_loss"] < 0.6 * found["heldout_loss_before"]
         assert set(result.route) == branches
@@ -93,7 +87,7 @@ def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> Non
     plain, saving = (_train(_spec(text, steps=5, seq_len=256, checkpointing=on)) for on in (False, True))
     assert plain.environment["training"]["checkpointing"] is False
     assert saving.environment["training"]["checkpointing"] is True
-    assert _values(saving)["peak_memory"] < 0.9 * _values(plain)["peak_memory"]
+    assert values_of(saving)["peak_memory"] < 0.9 * values_of(plain)["peak_memory"]
 
 
 def test_cuda_graphs_that_were_not_captured_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +126,12 @@ def test_a_compiled_training_is_one_graph_and_records_it(
     trains_alike(losses, eagerly)
     assert "compiled" in spec.points(CPU)[0].label
     assert spec.points(CPU)[0].estimate_bytes is None, "what a compiler keeps is not predicted"
-    assert "estimate_error" not in _values(result)
+    assert "estimate_error" not in values_of(result)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_it_trains_in_each_precision_and_needs_the_memory_that_was_predicted(text: Path, precision: str) -> None:
-    found = _values(_train(_spec(text, precision=precision)))
+    found = values_of(_train(_spec(text, precision=precision)))
     assert found["heldout_loss"] < found["heldout_loss_before"] - 1
     assert abs(found["estimate_error"]) < 10
 
@@ -199,16 +193,6 @@ def test_held_out_files_are_held_out_and_the_split_depends_on_contents_alone(tex
     assert not lines & set(train.split(b"\0"))
     assert load_corpus(text, 0.2, 48).sha256 == corpus.sha256
     assert corpus.sha256.startswith("f04eca50c4e65ecc"), "checkpoints that are stored know the text by it"
-
-
-def test_copies_of_a_file_are_all_held_out_or_none(text: Path, tmp_path: Path) -> None:
-    for file in text.iterdir():
-        for copy in ("a", "b"):
-            (tmp_path / f"{copy} {file.name}").write_bytes(file.read_bytes())
-    corpus = load_corpus(tmp_path, 0.2, 48)
-    sides = [set(bytes(part.tolist()).split(b"\0")[:-1]) for part in (corpus.train, corpus.heldout)]
-    assert corpus.files == 80
-    assert not sides[0] & sides[1]
 
 
 def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
