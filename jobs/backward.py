@@ -24,7 +24,7 @@ from jobs.measure.call import measure_call
 from jobs.measure.check import Agreement, WrongResult
 from jobs.measure.clock import TimingSpec
 from jobs.measure.isolation import trace_branch
-from jobs.measure.layers import LayerWatch, Watched
+from jobs.measure.layers import LayerWatch
 from jobs.measure.memory import measure_held, tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase
 from jobs.measure.search import BISECTION, Bisection, Size, Untried
@@ -329,7 +329,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
         return agreement
 
     def watch(call: BackwardPass) -> None:
-        files.update(call.watched(beat, folder).files)
+        files.update(call.watched(beat, folder))
 
     def rest(call: BackwardPass, measured: Measurement) -> Measurement:
         if {*case.model.branches} != set(measured.route) - {"select"}:
@@ -372,8 +372,8 @@ class BackwardPass(ModelPass):
         with torch.autograd.set_detect_anomaly(self._case.anomaly):
             super()._backward(loss)
 
-    def watched(self, beat: Beat, folder: Path) -> Watched:
-        """Run the pass once, watched layer by layer. Raises BrokenGradient, PassFailed."""
+    def watched(self, beat: Beat, folder: Path) -> dict[str, str]:
+        """As LayerWatch.run."""
         watch = LayerWatch([*self.model.blocks], self.device, beat, folder, self._case.hang_in_layer)
         return watch.run(self.forward, self._backward)
 

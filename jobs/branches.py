@@ -15,9 +15,8 @@ from pydantic import Field, model_validator
 
 from jobs.measure.call import bare_model, measure_call
 from jobs.measure.check import Agreement
-from jobs.measure.clock import TimingSpec
 from jobs.measure.isolation import trace_branch
-from jobs.measure.operator import OperatorCase, Sweep
+from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
@@ -25,9 +24,7 @@ from jobs.specs.fields import (
     WINDOW_ALONE,
     BareNSA,
     Count,
-    DType,
     HeadsSpec,
-    Lengths,
     Passes,
     Unique,
     computes,
@@ -36,7 +33,6 @@ from jobs.specs.fields import (
 )
 from jobs.specs.fit import refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
-from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
@@ -55,7 +51,7 @@ class Case(OperatorCase):
         return tuple(branch for branch in BRANCHES if self.branch in (ALL, branch))
 
 
-class Spec(JobSpec):
+class Spec(SweepSpec):
     """Lengths x branches x passes x backends."""
 
     kind: Literal["branches"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
@@ -64,12 +60,9 @@ class Spec(JobSpec):
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )
     shape: HeadsSpec
-    lengths: Lengths
     batch: Count = 1
     passes: Passes = Field(default=["forward", "forward+backward"])
-    dtype: DType = "float32"
     nsa: BareNSA | None = Field(default=None, description="None: the defaults")
-    timing: TimingSpec = TimingSpec()
 
     @model_validator(mode="after")
     def _check_effect(self) -> Spec:
@@ -88,7 +81,7 @@ class Spec(JobSpec):
         heads, alone = self.shape, window_reasons(machine, torch_dtype(self.dtype))
         model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
         refuse_unusable(self.backends, machine, self.dtype, model, alone, "backends")
-        sweep = Sweep(self, machine, Case, "attention", model, self.batch, self.dtype, self.timing)
+        sweep = Sweep(self, machine, Case, model, self.batch)
         points = []
         for seq_len, branch, pass_, backend in product(sorted(self.lengths), self.branches, self.passes, self.backends):
             if computes(backend, branch):

@@ -19,22 +19,17 @@ from torch import Tensor
 from jobs.measure import check
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.clock import TimingSpec
+from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import (
-    NSA,
-    Count,
-    DType,
     HeadsSpec,
     Layers,
-    Lengths,
-    Preset,
     Unique,
     implementation_names,
 )
 from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
-from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig, compress, nsa_attention
 from nsa_core.backends import BACKENDS
 from nsa_core.cache import DenseCache, NSACache, Triple
@@ -64,7 +59,7 @@ class Case(ModelCase):
         return self.batch
 
 
-class Spec(JobSpec):
+class Spec(WorkloadSpec):
     """A sweep of context lengths x implementations."""
 
     kind: Literal["decode"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
@@ -72,36 +67,20 @@ class Spec(JobSpec):
         default="attention", description="attention: rotation, caches and attention of all layers; model: all of a step"
     )
     implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names(DENSE)]
-    lengths: Lengths
-    batch: Count = 1
     layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
-    dtype: DType = "float32"
-    preset: Preset | None = None
-    shape: HeadsSpec | None = Field(default=None, description="in place of a preset, for workload attention")
-    nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
-    timing: TimingSpec = TimingSpec()
+    shape: HeadsSpec | None = Field(default=None, description="instead of a preset, for workload attention")
 
     @model_validator(mode="after")
     def _check_shape(self) -> Spec:
-        if self.preset is not None and self.shape is not None:
-            raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
         if self.preset is None and (self.shape is None or self.workload == "model"):
             raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
-        if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
-            fix = "is learned by a layer; use mean, or workload: model"
-            raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")
         refuse_idle(self, self.nsa, self.implementations, None)
         return self
 
     @property
     def model(self) -> ModelConfig:
         """The model, or the model whose attention is measured."""
-        if self.preset is not None:
-            base = PRESETS[self.preset]
-        else:
-            assert self.shape is not None
-            base = bare_model(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim)
-        return replace(base, layers=self.layers or base.layers, nsa=self.nsa or base.nsa)
+        return self.model_of(self.layers)
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points, shortest contexts first.

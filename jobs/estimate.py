@@ -7,7 +7,7 @@ error: the gates judge it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -132,25 +132,20 @@ def measure_parts(
                 backward(loss)
         places = {gradient.untyped_storage().data_ptr() for gradient in gradients()}
     inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
-    events = list(_flat(inner.kineto_results.experimental_event_tree()))
+    events = list(inner.kineto_results.experimental_event_tree())
+    for event in events:  # which grows by the children of each
+        events += event.children
     ends = {event.name: event.end_time_ns for event in events if event.name in (FORWARD, BACKWARD)}
     return parts_at_peak(_changes(events, device), ends, places)
 
 
-def _flat(events: Iterable[Any]) -> Iterator[Any]:
-    waiting = list(events)
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting += event.children
-
-
 def _changes(events: Iterable[Any], device: torch.device) -> list[Change]:
-    found = []
-    for event in events:
-        if event.tag.name == "Allocation" and event.typed[1].device.type == device.type:
-            allocation = event.typed[1]
-            found.append(Change(event.start_time_ns, allocation.ptr, allocation.alloc_size))
+    allocations = [event for event in events if event.tag.name == "Allocation"]
+    found = [
+        Change(event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size)
+        for event in allocations
+        if event.typed[1].device.type == device.type
+    ]
     return sorted(found, key=lambda change: change.time)
 
 
@@ -175,12 +170,11 @@ def parts_at_peak(changes: Sequence[Change], ends: Mapping[str, int], gradients:
             highest, at = level, change.time
     parts = {"gradients": 0, "activations": 0, "workspace": 0}
     for address, block in blocks:
-        if block.lives(at):
-            parts[_part(block, address, ends, gradients)] += block.size
+        if not block.lives(at):
+            continue
+        if address in gradients and block.lives(ends[BACKWARD]):
+            part = "gradients"
+        else:
+            part = "activations" if block.lives(ends[FORWARD]) else "workspace"
+        parts[part] += block.size
     return Parts(**parts)
-
-
-def _part(block: _Block, address: int, ends: Mapping[str, int], gradients: set[int]) -> str:
-    if address in gradients and block.lives(ends[BACKWARD]):
-        return "gradients"
-    return "activations" if block.lives(ends[FORWARD]) else "workspace"

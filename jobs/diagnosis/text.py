@@ -16,12 +16,19 @@ Shown = Callable[..., str]
 
 def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file) -> str:
     """Warnings first, then memory, routes, hosts and versions."""
-    parts = [_warnings(advice, shown)]
+    warnings = [f"- {shown(f'{each.what}; {each.fix}')}" for each in advice]
+    lines = ["## Warnings\n", *(warnings or ["none"]), ""]
     if found.ranks:
-        parts += [_memory(found.ranks, shown), _ranks(found, shown)]
-    parts += [_host(host, shown) for host in found.hosts]
-    parts += [_variables(found, shown)]
-    return "\n".join("\n".join(part) + "\n" for part in parts)
+        lines += [*_memory(found.ranks, shown), "", *_ranks(found, shown), ""]
+    for host in found.hosts:
+        lines += [f"## Host {shown(host.host)}\n", *(f"- {shown(fact)}" for fact in _facts(host)), ""]
+    lines.append("## Environment variables\n")
+    if found.variables is None:
+        lines.append("unknown: no process of the training was read on this host")
+    else:
+        variables = [f"- {shown(f'{name}={value}')}" for name, value in sorted(found.variables.items())]
+        lines += variables or ["none of PyTorch, CUDA, NCCL or their libraries is set"]
+    return "\n".join(lines) + "\n"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) -> Iterator[str]:
@@ -31,49 +38,33 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) 
         yield f"| {' | '.join(line)} |"
 
 
-def _warnings(advice: Sequence[Advice], shown: Shown) -> Iterator[str]:
-    yield "## Warnings\n"
-    if not advice:
-        yield "none"
-    for each in advice:
-        yield f"- {shown(f'{each.what}; {each.fix}')}"
-
-
 def _memory(ranks: Sequence[RankState], shown: Shown) -> Iterator[str]:
     gpu = any(rank.gpu for rank in ranks)
+
+    def sizes(memory: Memory | None) -> str:
+        if memory is None:
+            return "-"
+        numbers = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
+        return " / ".join("-" if size is None else f"{size:,.0f}" for size in numbers)
+
     yield f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
-    rows = ([str(rank.rank), *(_sizes(rank.memory.get(phase), gpu) for phase in PHASES)] for rank in ranks)
+    rows = ([str(rank.rank), *(sizes(rank.memory.get(phase)) for phase in PHASES)] for rank in ranks)
     yield from _table(["rank", *PHASES.values()], rows, shown)
 
 
-def _sizes(memory: Memory | None, gpu: bool) -> str:
-    if memory is None:
-        return "-"
-    sizes = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
-    return " / ".join("-" if size is None else f"{size:,.0f}" for size in sizes)
-
-
 def _ranks(found: Diagnosis, shown: Shown) -> Iterator[str]:
+    rows = []
+    for rank in found.ranks:
+        busy = found.utilization.get(rank.rank)
+        route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items())
+        place = [str(rank.rank), rank.host, str(rank.pid), rank.gpu or "-", rank.cores or "-", str(rank.threads)]
+        rows.append([*place, "-" if busy is None else f"{busy:.0f} %", route or "-"])
     yield "## Ranks\n"
-    columns = ["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"]
-    yield from _table(columns, (_rank(found, rank) for rank in found.ranks), shown)
+    yield from _table(["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"], rows, shown)
     if found.imbalance is not None:
         yield f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean."
     versions = {f"{name} {version}": 0 for rank in found.ranks for name, version in rank.versions.items()}
     yield f"\nVersions: {shown(', '.join(versions)) or 'unknown'}"
-
-
-def _rank(found: Diagnosis, rank: RankState) -> list[str]:
-    route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items()) or "-"
-    busy = found.utilization.get(rank.rank)
-    use = "-" if busy is None else f"{busy:.0f} %"
-    place = (rank.gpu or "-", rank.cores or "-", str(rank.threads))
-    return [str(rank.rank), rank.host, str(rank.pid), *place, use, route]
-
-
-def _host(host: Topology, shown: Shown) -> Iterator[str]:
-    yield f"## Host {shown(host.host)}\n"
-    yield from (f"- {shown(fact)}" for fact in _facts(host))
 
 
 def _facts(host: Topology) -> Iterator[str]:
@@ -93,13 +84,3 @@ def _facts(host: Topology) -> Iterator[str]:
     names = {gpu.uuid: gpu.id for gpu in host.gpus}
     for (a, b), way in host.links.items():
         yield f"GPU {names[a]} to GPU {names[b]}: {way}"
-
-
-def _variables(found: Diagnosis, shown: Shown) -> Iterator[str]:
-    yield "## Environment variables\n"
-    if found.variables is None:
-        yield "unknown: no process of the training was read on this host"
-        return
-    yield from (f"- {shown(f'{name}={value}')}" for name, value in sorted(found.variables.items()))
-    if not found.variables:
-        yield "none of PyTorch, CUDA, NCCL or their libraries is set"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,24 +56,6 @@ class Mark:
     finite: bool
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A pass without a broken gradient; its marks in order, and reports of memory around the backward pass."""
-
-    marks: Sequence[Mark]
-    before: str
-    after: str
-
-    @property
-    def files(self) -> dict[str, str]:
-        return {LAYERS: marks_text(self.marks), "memory_before.txt": self.before, "memory_after.txt": self.after}
-
-
-def marks_text(marks: Iterable[Mark]) -> str:
-    """Marks as JSON, one a line."""
-    return "[\n" + ",\n".join(json.dumps(asdict(mark)) for mark in marks) + "\n]\n"
-
-
 class LayerWatch:
     """Watches one pass of layers that follow each other.
 
@@ -94,8 +76,8 @@ class LayerWatch:
         self._back = False  # whether the backward pass has begun
         self._start = 0.0
 
-    def run(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> Watched:
-        """Run the pass once.
+    def run(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> dict[str, str]:
+        """Run the pass once; returns its marks and the memory around the backward pass, as files by name.
 
         Raises:
             BrokenGradient: a gradient is missing or not finite, or the loss is not.
@@ -122,7 +104,8 @@ class LayerWatch:
             place = next(mark.place for mark in self._marks if not mark.finite)
             raise BrokenGradient(f"the loss is {loss.item()}; values are not finite from here on: {place}")
         self._check()
-        return Watched(tuple(self._marks), before, memory_report(self._device))
+        after = memory_report(self._device)
+        return {LAYERS: self._marks_text(), "memory_before.txt": before, "memory_after.txt": after}
 
     def _entering(self, number: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -144,7 +127,7 @@ class LayerWatch:
 
     def _arrive(self, number: int, grad: Tensor) -> None:
         """The gradient of a layer's output is there: its backward pass begins."""
-        self._reach(_backward_of(number), len(self._layers) - number, grad)
+        self._reach(f"backward of layer {number}", len(self._layers) - number, grad)
         while number == self._hang_in:
             time.sleep(3600)
 
@@ -152,11 +135,17 @@ class LayerWatch:
         synchronize(self._device)
         self._beat(place, done, len(self._layers))
         finite = arrived is None or bool(arrived.detach().isfinite().all())
-        memory = _memory_mib(self._device)
-        self._marks.append(Mark(place, time.perf_counter() - self._start, *memory, finite))
-        (self._folder / LAYERS).write_text(marks_text(self._marks))
-        if self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        allocated = torch.cuda.memory_allocated(self._device) / _MIB if on_gpu else None
+        reserved = torch.cuda.memory_reserved(self._device) / _MIB if on_gpu else None
+        seconds, resident = time.perf_counter() - self._start, resident_bytes() / _MIB
+        self._marks.append(Mark(place, seconds, allocated, reserved, resident, finite))
+        (self._folder / LAYERS).write_text(self._marks_text())
+        if on_gpu:
             (self._folder / STATS).write_text(json.dumps(torch.cuda.memory_stats(self._device), indent=1))
+
+    def _marks_text(self) -> str:
+        return "[\n" + ",\n".join(json.dumps(asdict(mark)) for mark in self._marks) + "\n]\n"
 
     def _check(self) -> None:
         """Raise BrokenGradient for the first layer, in the order of the backward pass, without a good gradient."""
@@ -164,7 +153,7 @@ class LayerWatch:
         count = len(self._layers)
         for number in range(count, 0, -1):
             name = f"layer {number} of {count}"
-            if (finite := reached.get(_backward_of(number))) is None:
+            if (finite := reached.get(f"backward of layer {number}")) is None:
                 raise BrokenGradient(f"{name} is the first without a gradient: none reaches its output")
             if not finite:
                 source = "the loss" if number == count else f"the backward pass of layer {number + 1}"
@@ -184,15 +173,3 @@ def memory_report(device: torch.device) -> str:
         return torch.cuda.memory_summary(device)
     status = Path("/proc/self/status").read_text()
     return "".join(line for line in status.splitlines(keepends=True) if line.startswith("Vm"))
-
-
-def _backward_of(number: int) -> str:
-    return f"backward of layer {number}"
-
-
-def _memory_mib(device: torch.device) -> tuple[float | None, float | None, float]:
-    """Memory allocated and reserved on a GPU, None on a CPU, and the resident set; in MiB."""
-    resident = resident_bytes() / _MIB
-    if device.type != "cuda":
-        return None, None, resident
-    return torch.cuda.memory_allocated(device) / _MIB, torch.cuda.memory_reserved(device) / _MIB, resident

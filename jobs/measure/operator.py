@@ -17,13 +17,26 @@ from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
-from jobs.specs.fields import MOST, BareNSA, DType, HeadsSpec, Large, Lengths, Passes, Unique, torch_dtype
+from jobs.specs.fields import (
+    MOST,
+    NSA,
+    BareNSA,
+    Count,
+    DType,
+    HeadsSpec,
+    Large,
+    Lengths,
+    Passes,
+    Preset,
+    Unique,
+    torch_dtype,
+)
 from jobs.specs.fit import case_fields, dense_reasons, does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
-from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 from nsa_core.routes import Branch
 
 # Quantities of `measure_operator`.
@@ -135,6 +148,42 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     return replace(measured, metrics=(*measured.metrics, compared))
 
 
+class SweepSpec(JobSpec):
+    """Lengths of the operator, or of a model around it, in one dtype."""
+
+    lengths: Lengths
+    dtype: DType = "float32"
+    timing: TimingSpec = TimingSpec()
+
+
+class WorkloadSpec(SweepSpec):
+    """Attention alone, of a preset's heads or of given ones, or a whole model."""
+
+    workload: Literal["attention", "model"] = "attention"
+    batch: Count = 1
+    preset: Preset | None = None
+    shape: HeadsSpec | None = None
+    nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
+
+    @model_validator(mode="after")
+    def _check_workload(self) -> Self:
+        if self.preset is not None and self.shape is not None:
+            raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
+        if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
+            fix = "is learned by a layer; use mean, or workload: model"
+            raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")
+        return self
+
+    def model_of(self, layers: int | None) -> ModelConfig:
+        """The model, or the model whose attention is measured: of a preset, or bare with the shape's heads."""
+        if self.preset is not None:
+            base = PRESETS[self.preset]
+        else:
+            assert self.shape is not None
+            base = bare_model(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim)
+        return replace(base, layers=layers or base.layers, nsa=self.nsa or base.nsa)
+
+
 CaseT = TypeVar("CaseT", bound=OperatorCase)
 
 
@@ -143,25 +192,21 @@ class Sweep(Generic[CaseT]):
     """Coordinates that all points of a sweep share.
 
     Attributes:
-        spec: the job, for its kind, seed, resources and memory limit.
+        spec: the job.
         machine: the device to measure on.
         case: the kind's Case.
-        workload: "attention" alone, or the whole "model".
         model: the model, or the model whose attention is measured.
         batch: sequences in a call.
-        dtype: name of the dtype.
-        timing: limits of the time measurement.
+        workload: "attention" alone, or the whole "model".
         layout: beginning of the labels.
     """
 
-    spec: JobSpec
+    spec: SweepSpec
     machine: Machine
     case: type[CaseT]
-    workload: Literal["attention", "model"]
     model: ModelConfig
     batch: int
-    dtype: str
-    timing: TimingSpec
+    workload: Literal["attention", "model"] = "attention"
     layout: str = ""
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
@@ -170,8 +215,8 @@ class Sweep(Generic[CaseT]):
         Raises:
             SpecError: an implementation cannot run on the machine.
         """
-        dense = dense_reasons(self.machine, torch_dtype(self.dtype), self.model.head_dim)
-        refuse_unusable(implementations, self.machine, self.dtype, self.model, dense)
+        dense = dense_reasons(self.machine, torch_dtype(self.spec.dtype), self.model.head_dim)
+        refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, dense)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
             case = self.case_of(*coordinates)
@@ -202,24 +247,22 @@ class Sweep(Generic[CaseT]):
             pass_=pass_,
             seq_len=seq_len,
             batch=self.batch,
-            dtype=self.dtype,
+            dtype=self.spec.dtype,
             **case_fields(self.spec, self.machine),
             model=model,
-            timing=self.timing,
+            timing=self.spec.timing,
             **own,
         )
 
 
-class LayoutsSpec(JobSpec):
+class LayoutsSpec(SweepSpec):
     """Head layouts x lengths x passes of the operator, at a fixed number of tokens."""
 
     shapes: Annotated[list[HeadsSpec], Field(min_length=1), Unique]
-    lengths: Lengths
     tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
     passes: Passes = Field(default=["forward", "forward+backward"])
     dtype: DType = "bfloat16"
     nsa: BareNSA | None = Field(default=None, description="None: the defaults")
-    timing: TimingSpec = TimingSpec()
 
     @model_validator(mode="after")
     def _check_whole_batches(self) -> Self:
@@ -236,6 +279,5 @@ class LayoutsSpec(JobSpec):
         for length, heads in product(sorted(self.lengths), self.shapes):
             model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
             batch, layout = max(1, self.tokens // length), f"{heads.query_heads}/{heads.kv_heads} d{heads.head_dim} "
-            settings = model, batch, self.dtype, self.timing, layout
-            sweeps.append((length, Sweep(self, machine, case, "attention", *settings)))
+            sweeps.append((length, Sweep(self, machine, case, model, batch, layout=layout)))
         return sweeps

@@ -76,8 +76,8 @@ class Bisection:
 
     @property
     def sentence(self) -> str:
-        if self.smallest is None:
-            return f"nothing failed: {_words(self.largest)}, the largest, passes; smaller sizes were not tried"
+        """The smallest size that fails, and its neighbours."""
+        assert self.smallest is not None, "of a search that found one"
         trial = self.tried[self.smallest]
         return (
             f"the smallest size that fails: {_words(self.smallest)} ({trial.state}: {trial.reason}); {self._neighbours}"
@@ -113,26 +113,19 @@ def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: in
     """Places (of the number of layers, of the length) that fail while both lower neighbours pass.
 
     Args:
-        fails: whether the size at these places fails; asked once each.
+        fails: whether the size at these places fails.
         layers, lengths: numbers of places.
 
     Returns:
         None if the last places pass.
     """
-    known: dict[tuple[int, int], bool] = {}
-
-    def failing(layer: int, length: int) -> bool:
-        if (layer, length) not in known:
-            known[layer, length] = fails(layer, length)
-        return known[layer, length]
-
     layer, length = layers - 1, lengths - 1
-    if not failing(layer, length):
+    if not fails(layer, length):
         return None
     while True:
-        length = _first(lambda place, layer=layer: failing(layer, place), length)
-        layer = _first(lambda place, length=length: failing(place, length), layer)
-        if length == 0 or not failing(layer, length - 1):
+        length = _first(lambda place, layer=layer: fails(layer, place), length)
+        layer = _first(lambda place, length=length: fails(place, length), layer)
+        if length == 0 or not fails(layer, length - 1):
             return layer, length
         length -= 1
 

@@ -121,8 +121,7 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
         check_coordinate(axis, getattr(axes, axis.attribute))
     known = {axis.name: axis for axis in declared}
     for name, value in axes.more.items():
-        axis = known.get(name)
-        if axis is None:
+        if (axis := known.get(name)) is None:
             raise ValueError(f"Axes.more: {name!r}: is not declared; add an Axis to the kind's AXES")
         if axis.type == "whole" and not _is_whole(value):
             raise ValueError(f"Axes.more: {name}: {value!r}: is declared whole; use an integer within ±2**53")

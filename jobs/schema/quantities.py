@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Self
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0}
@@ -86,42 +86,36 @@ class Quantity:
         return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
 
 
-class Quantities(Sequence[Quantity]):
+class Quantities(tuple[Quantity, ...]):
     """Declared quantities in display order; of several with one name, the first.
 
     An undeclared metric gets a plain declaration.
     """
 
-    def __init__(self, declared: Sequence[Quantity] = ()) -> None:
-        self._exact: dict[str, Quantity] = {}
+    def __new__(cls, declared: Iterable[Quantity] = ()) -> Self:
+        firsts: dict[str, Quantity] = {}
         for quantity in declared:
-            self._exact.setdefault(quantity.name, quantity)
-        self._all = tuple(self._exact.values())
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._all[place]
-
-    def __len__(self) -> int:
-        return len(self._all)
+            firsts.setdefault(quantity.name, quantity)
+        return super().__new__(cls, firsts.values())
 
     def of(self, name: str, unit: str = "1") -> Quantity:
         """Declaration of a metric; if it is undeclared, a plain one from its name and unit."""
-        if (exact := self._exact.get(name)) is not None:
-            return exact
-        for quantity in self._all:
+        for quantity in self:
+            if quantity.name == name:
+                return quantity
+        for quantity in self:
             if quantity.declares(name):
                 return quantity.named(name.removeprefix(quantity.name[:-1]))
         return Quantity(name, unit, in_words(name))
 
     def place(self, name: str) -> tuple[int, str]:
         """Sort key of a metric: declared ones in their order, then the others by name."""
-        places = (place for place, quantity in enumerate(self._all) if quantity.declares(name))
-        return next(places, len(self._all)), name
+        places = (place for place, quantity in enumerate(self) if quantity.declares(name))
+        return next(places, len(self)), name
 
     def names(self, *, role: Role | None = None, plots: Container[Plot | None] | None = None) -> list[str]:
         """Names of the quantities with this role and one of these plots; None: any."""
-        chosen = (q for q in self._all if role is None or q.role is role)
-        return [q.name for q in chosen if plots is None or q.plot in plots]
+        return [q.name for q in self if (role is None or q.role is role) and (plots is None or q.plot in plots)]
 
 
 def readable(value: float, unit: str = "1") -> str:
@@ -199,34 +193,27 @@ def check_quantities(quantities: Sequence[Quantity]) -> None:
     Raises:
         ValueError: a declaration is wrong; the message names the quantity and the fix.
     """
+    names = [quantity.name for quantity in quantities if isinstance(quantity, Quantity)]
     for quantity in quantities:
-        _check_types(quantity)
-    names = [quantity.name for quantity in quantities]
-    for quantity in quantities:
+        if not isinstance(quantity, Quantity):
+            raise ValueError(f"QUANTITIES: {quantity!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
+        where = f"QUANTITIES: {quantity.name!r}"
+        texts = (quantity.name, quantity.unit, quantity.title, quantity.short)
+        if not all(isinstance(text, str) and text.isprintable() for text in texts) or not quantity.title:
+            raise ValueError(f"{where}: name, unit, title and short must be printable texts")
+        for value, kind in ((quantity.better, Better | None), (quantity.role, Role), (quantity.plot, Plot | None)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{where}: {value!r}: use a member of Better, Role or Plot")
         if quantity.name.endswith("*") and (quantity.plot or quantity.role is Role.HEADLINE):
-            raise ValueError(
-                f"QUANTITIES: {quantity.name!r}: a family is neither drawn nor a headline; declare its members"
-            )
+            raise ValueError(f"{where}: a family is neither drawn nor a headline; declare its members")
         if quantity.plot is Plot.GROWTH and quantity.unit in _NOT_DIVIDED:
-            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: growth is fitted in ms, s or MiB")
+            raise ValueError(f"{where}: unit {quantity.unit!r}: growth is fitted in ms, s or MiB")
         if not _NAME.fullmatch(quantity.name):
-            raise ValueError(f"QUANTITIES: {quantity.name!r}: use lower-case letters, digits and '_', a letter first")
+            raise ValueError(f"{where}: use lower-case letters, digits and '_', a letter first")
         if names.count(quantity.name) > 1:
-            raise ValueError(f"QUANTITIES: {quantity.name!r}: is declared twice; keep one of them")
+            raise ValueError(f"{where}: is declared twice; keep one of them")
         if not quantity.unit or len(quantity.unit) > 20:
-            raise ValueError(f"QUANTITIES: {quantity.name!r}: unit {quantity.unit!r}: use 1 to 20 characters")
-
-
-def _check_types(quantity: object) -> None:
-    if not isinstance(quantity, Quantity):
-        raise ValueError(f"QUANTITIES: {quantity!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
-    texts = (quantity.name, quantity.unit, quantity.title, quantity.short)
-    if not all(isinstance(text, str) and text.isprintable() for text in texts) or not quantity.title:
-        raise ValueError(f"QUANTITIES: {quantity.name!r}: name, unit, title and short must be printable texts")
-    kinds = ((quantity.better, Better | None), (quantity.role, Role), (quantity.plot, Plot | None))
-    for value, kind in kinds:
-        if not isinstance(value, kind):
-            raise ValueError(f"QUANTITIES: {quantity.name!r}: {value!r}: use a member of Better, Role or Plot")
+            raise ValueError(f"{where}: unit {quantity.unit!r}: use 1 to 20 characters")
 
 
 TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)

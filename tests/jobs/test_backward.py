@@ -15,7 +15,7 @@ from travelling import CPU, H200, travelled, values_of
 
 from jobs.backward import BackwardPass, Spec, measure
 from jobs.measure.check import WrongResult
-from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed, Watched
+from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed
 from jobs.process.worker import ran_out_of_memory
 from jobs.schema.point import Measurement, Point
 from jobs.schema.states import PointState
@@ -114,7 +114,7 @@ def test_anomaly_mode_is_on_in_both_passes_of_its_points_alone(anomaly: bool) ->
     assert not torch.is_anomaly_enabled()
 
 
-def _watch(layers: list[nn.Module], tmp_path: Path, head: Any = torch.sum) -> Watched:
+def _watch(layers: list[nn.Module], tmp_path: Path, head: Any = torch.sum) -> dict[str, str]:
     whole, x = nn.Sequential(*layers), torch.ones(2, 4, requires_grad=True)
     return LayerWatch(layers, torch.device("cpu"), lambda *_: None, tmp_path).run(
         lambda: head(whole(x)), lambda loss: loss.backward()
