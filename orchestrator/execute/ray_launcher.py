@@ -29,6 +29,7 @@ from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.point import Measurement
 from jobs.training.rank import TIMEOUT, missing_variables
+from orchestrator.background import BackgroundCall
 from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
 
 T = TypeVar("T")
@@ -91,15 +92,19 @@ class RayLauncher:
             mailbox = actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
             command, progress = self._command, RankProgress(ranks, note)
             work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
-            fit = _Fit(ranks, work, self._cluster)
-            fit.start()
+            fit = BackgroundCall(_trainer(ranks, work, self._cluster).fit)
             try:
                 self._follow(fit, progress, mailbox, stop, tell)
             finally:
                 silent = self.agents.end()
             if len(progress.results) == ranks:
                 return [progress.results[number] for number in range(ranks)]
-            raise end_of_ranks(fit.error, progress, _lost(silent))
+            error = None
+            try:
+                fit.result()
+            except Exception as err:
+                error = err
+            raise end_of_ranks(error, progress, _lost(silent))
 
     def with_gpu_metrics(self, measurement: Measurement) -> Measurement:
         """The measurement with the metrics of the ranks' GPUs that it lacks, and a table of them as a file."""
@@ -113,7 +118,7 @@ class RayLauncher:
 
     def _follow(
         self,
-        fit: _Fit,
+        fit: BackgroundCall[Any],
         progress: RankProgress,
         mailbox: Any,
         stop: threading.Event,
@@ -126,7 +131,7 @@ class RayLauncher:
         stop_sent, looked = False, 0.0
         running = True
         while running:
-            running = fit.is_alive()  # asked before reading: the last messages are read, too
+            running = not fit.done()  # asked before reading: the last messages are read, too
             try:
                 messages = ray.get(mailbox.receive.remote(_POLL_S if running else 0.0))
             except RayError as err:  # with its actor the messages are lost, not the training
@@ -241,58 +246,44 @@ class RankProgress:
                 self._pass_on(message)
 
 
-class _Fit(threading.Thread):
-    """Ray Train's `fit`, in a thread.
+def _trainer(ranks: int, work: Work, cluster: Cluster) -> Any:
+    """Ray Train's trainer of the ranks."""
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
 
-    Attributes:
-        error: the exception that ended it, if any.
-    """
+    class Trainer(TorchTrainer):
+        """Without two actors, each a process that has to start before the ranks.
 
-    def __init__(self, ranks: int, work: Work, cluster: Cluster) -> None:
-        super().__init__(name="ray-train", daemon=True)
-        from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchConfig, TorchTrainer
+        Private in Ray 2.60, which has no setting for it: the cleaner of placement groups outlives a killed driver
+        (Ray removes a driver's groups with it), and the manager of Ray's datasets has none to manage.
+        """
 
-        class Trainer(TorchTrainer):
-            """Without two actors, each a process that has to start before the ranks.
+        def _create_default_callbacks(self) -> list[Any]:
+            unused = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+            return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
 
-            Private in Ray 2.60, which has no setting for it: the cleaner of placement groups outlives a killed driver
-            (Ray removes a driver's groups with it), and the manager of Ray's datasets has none to manage.
-            """
-
-            def _create_default_callbacks(self) -> list[Any]:
-                unused = ("PlacementGroupCleanerCallback", "DatasetsCallback")
-                return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
-
-        self.error: Exception | None = None
-        resources = {"CPU": cluster.cpus, "GPU": cluster.gpus}
-        self._trainer = Trainer(
-            rank_main,
-            train_loop_config={"work": work},
-            torch_config=TorchConfig(
-                backend="nccl" if work.device == "cuda" else "gloo", timeout_s=int(TIMEOUT.total_seconds())
+    resources = {"CPU": cluster.cpus, "GPU": cluster.gpus}
+    return Trainer(
+        rank_main,
+        train_loop_config={"work": work},
+        torch_config=TorchConfig(
+            backend="nccl" if work.device == "cuda" else "gloo", timeout_s=int(TIMEOUT.total_seconds())
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=ranks,
+            use_gpu=cluster.gpus > 0,
+            resources_per_worker={name: amount for name, amount in resources.items() if amount},
+            accelerator_type=cluster.accelerator_type,
+        ),
+        run_config=RunConfig(
+            name=f"ranks-{uuid.uuid4().hex[:12]}",
+            storage_path=tempfile.gettempdir(),
+            failure_config=FailureConfig(
+                max_failures=0, max_preemption_failures=0, controller_failure_limit=_STARTS - 1
             ),
-            scaling_config=ScalingConfig(
-                num_workers=ranks,
-                use_gpu=cluster.gpus > 0,
-                resources_per_worker={name: amount for name, amount in resources.items() if amount},
-                accelerator_type=cluster.accelerator_type,
-            ),
-            run_config=RunConfig(
-                name=f"ranks-{uuid.uuid4().hex[:12]}",
-                storage_path=tempfile.gettempdir(),
-                failure_config=FailureConfig(
-                    max_failures=0, max_preemption_failures=0, controller_failure_limit=_STARTS - 1
-                ),
-                logging_config=LoggingConfig("ERROR"),
-            ),
-        )
-
-    def run(self) -> None:
-        try:
-            self._trainer.fit()
-        except Exception as err:
-            self.error = err
+            logging_config=LoggingConfig("ERROR"),
+        ),
+    )
 
 
 @contextlib.contextmanager

@@ -256,13 +256,9 @@ class _Attempt:
 
     def _ask_to_end(self) -> None:
         """Let a point that keeps checkpoints save one: SIGTERM, and time for its last word."""
-        deadline = time.monotonic() + self._conditions.grace_s
-        if not self._conditions.grace_s or not self._child.alive():
-            return
-        os.kill(self._child.pid, signal.SIGTERM)
-        while self._child.alive() and time.monotonic() < deadline:
-            if any(isinstance(event, Measured | Failure) for event in self._child.events(POLL_S)):
-                return
+        if self._conditions.grace_s and self._child.alive():
+            os.kill(self._child.pid, signal.SIGTERM)
+            self._await((Measured, Failure), self._conditions.grace_s)
 
     def _end(self, ended: Ended) -> OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
@@ -288,13 +284,18 @@ class _Attempt:
 
     def _explanation(self) -> list[Source]:
         """Files in which the process explains ranks on other nodes."""
-        deadline = time.monotonic() + EXPLAIN_S
         self._child.send(Explain())
+        answer = self._await((Explanation,), EXPLAIN_S)
+        return [*map(_source, answer.files)] if isinstance(answer, Explanation) else []
+
+    def _await(self, types: tuple[type, ...], seconds: float) -> object:
+        """The next message of the child of one of these types; None if it ends or is silent for so long."""
+        deadline = time.monotonic() + seconds
         while self._child.alive() and time.monotonic() < deadline:
             for event in self._child.events(POLL_S):
-                if isinstance(event, Explanation):
-                    return [*map(_source, event.files)]
-        return []
+                if isinstance(event, types):
+                    return event
+        return None
 
 
 def _source(file: File) -> Source:

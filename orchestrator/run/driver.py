@@ -165,9 +165,8 @@ def _measure(
         _announce(order, machine, todo, slots, store, watching)
         recorder.tell = watching.tell
         recorder.write(todo.records)
-        conditions = replace(order.conditions(machine), store=order.settings.artifact_store_url)
         often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
-        scheduler = Scheduler(executor, recorder, watching, todo, conditions, slots=slots, **often)
+        scheduler = Scheduler(executor, recorder, watching, todo, order.conditions(machine), slots=slots, **often)
         try:
             state = scheduler.run(stopped)
         except JournalFull:

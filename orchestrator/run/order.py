@@ -68,6 +68,7 @@ class Order:
             warm=spec.isolation == "warm",
             settings=tuple(spec.settings),
             card=machine.name if machine.device == "cuda" else None,
+            store=self.settings.artifact_store_url,
             grace_s=GRACE_S if spec.recovery.keeps else 0.0,
         )
 

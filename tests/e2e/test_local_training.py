@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import descendants
+from quick_driver import COMMAND
 from trainings import by_name, write_text
 from travelling import travelled
 
@@ -49,11 +49,8 @@ def spec(tmp_path: Path) -> Path:
 
 
 def _start(home: Path, *args: str) -> subprocess.Popen[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
-    env = clean | {"NSA_HOME": str(home)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "jobs", "--local", *args], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True
-    )
+    command, env = [*COMMAND, "--local", *args], {**os.environ, "NSA_HOME": str(home)}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def _until(condition: Callable[[], bool], running: subprocess.Popen[str], pause: float = 0.01) -> None:

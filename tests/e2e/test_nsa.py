@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 from processes import free_ports, wait_for
 from ray_clusters import FEW_WORKERS
 
-from jobs.specs.kinds import kinds
 from orchestrator import provenance
 from orchestrator.store import Store, queries
 
@@ -102,62 +100,6 @@ def test_resolve_runs_what_this_cluster_can_and_judges(env: dict[str, str], tmp_
     assert "Not yet: nothing measured on 1× H100. On CPU: open: wrong, soaked." in done.stdout
 
 
-SMALL = {
-    *("backward", "bench", "branches", "capacity", "decode", "diagnose", "estimate", "needle", "peers", "profile"),
-    *("soak", "toolchain", "train"),
-}
-LESS = {  # of specs with many points alike, many steps or long sequences: most of a point's time is its process's start
-    "backward": ["cases=[{preset: tiny, layers: [2], lengths: [64], branches: [all]}]"],
-    "bench": ["implementations=[chunked]", "passes=[forward]"],
-    "branches": ["branches=[all]", "backends=[chunked]", "passes=[forward]"],
-    "capacity": ["implementations=[dense]", "lengths=[128]"],
-    "decode": ["implementations=[chunked]"],
-    "diagnose": ["seq_len=64", "batch=2", "steps=6"],
-    "estimate": ["lengths=[256]", "implementations=[chunked]", "passes=[train]"],
-    "needle": ["implementations=[chunked]", "steps=40"],
-    "peers": ["lengths=[128]", "passes=[forward]"],
-    "profile": ["implementations=[chunked]", "lengths=[128]"],
-    "soak": ["minutes=0.04", "piece_minutes=0.02"],
-    "toolchain": ["lengths=[64]", "passes=[forward]"],
-    "train": ["attention=[nsa]", "seq_len=32", "batch=2", "steps=20", "data.heldout_batches=2"],
-}
-AT_ONCE = 2  # runs, as cores: Ray ends the worker of a probe whose driver then waits long, and starts another
-
-_SUBMIT = """
-import json, sys
-from orchestrator.cli.commands import app
-for line in sys.stdin:
-    app(json.loads(line), prog_name="nsa", standalone_mode=False)
-"""  # in one process: each would import PyTorch and Ray anew
-
-
-@pytest.mark.timeout(600)
-def test_every_kind_runs_as_a_ray_job(env: dict[str, str]) -> None:
-    """By the small spec that has its name; some at once, so that the cluster is never idle."""
-    assert set(kinds()) == SMALL | {"drill", "scaling"}  # these two run in the tests above
-    before = set(_runs(env))
-
-    def submitted() -> list[dict]:
-        return [run for run_id, run in _runs(env).items() if run_id not in before]
-
-    def ended() -> int:
-        return sum(run["state"] not in ("pending", "running") for run in submitted())
-
-    fewer = {kind: [f"--set={change}" for change in changes] for kind, changes in LESS.items()}
-    submissions = [["submit", "--no-wait", f"jobs/configs/{kind}_smoke.yaml", *fewer.get(kind, ())] for kind in SMALL]
-    command = [sys.executable, "-c", _SUBMIT]
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, text=True) as submitter:
-        assert submitter.stdin is not None
-        for number, submission in enumerate(submissions):
-            wait_for(lambda number=number: number - ended() < AT_ONCE, 480, pause=2.0)
-            print(json.dumps(submission), file=submitter.stdin, flush=True)
-    assert submitter.returncode == 0
-    wait_for(lambda: ended() == len(SMALL), 480, pause=2.0)
-    assert {run["kind"] for run in submitted()} == SMALL
-    for run in submitted():
-        assert (run["state"], run["failed"], run["skipped"], run["ok"] > 0) == ("done", 0, 0, True), run
-
-
 def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
     before = _last(env)["run_id"]
     done = _run(env, "nsa", "submit", "--no-wait", DRILL, "--set", "behaviours=[timeout, ok]", "--set", "slow_s=60")
@@ -170,11 +112,6 @@ def test_cancel_ends_a_running_job(env: dict[str, str]) -> None:
 
 def _run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180, check=False)
-
-
-def _runs(env: dict[str, str]) -> dict[str, dict]:
-    with Store.open(f"sqlite:///{env['NSA_HOME']}/nsa.db", readonly=True) as store:
-        return {run["run_id"]: run for run in queries.runs(store).to_dict("records")}
 
 
 def _last(env: dict[str, str]) -> dict:

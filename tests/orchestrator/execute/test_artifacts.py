@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from ftp_server import FtpServer, ftp_server
 
 from orchestrator import artifact_url
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path
-from orchestrator.settings import Settings, SettingsError, load_settings
+from orchestrator.settings import SettingsError, load_settings
 from orchestrator.store.records import STORED_BYTES, ArtifactData
 
 BIG = 20 << 20  # several parts of an upload
@@ -38,18 +34,6 @@ def content(store: ArtifactStore, file: ArtifactData, path: str | None = None) -
 
 
 # The URL
-
-
-@pytest.mark.parametrize(
-    ("url", "checked"),
-    [
-        ("/data/nsa/", "file:///data/nsa"),
-        ("file:///data/my files", "file:///data/my files"),
-        ("ftp://host:2121/nsa/", "ftp://host:2121/nsa"),
-    ],
-)
-def test_a_url_is_stored_with_its_scheme(url: str, checked: str) -> None:
-    assert artifact_url.check(url) == checked
 
 
 @pytest.mark.parametrize(
@@ -82,10 +66,6 @@ def test_a_scheme_whose_package_is_missing_names_what_to_install(monkeypatch) ->
     monkeypatch.setattr(artifact_url.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package s3fs; pip install 'nsa-bench\[s3\]'"):
         artifact_url.check("s3://bucket/nsa")
-
-
-def test_the_folder_of_the_journals_is_the_default_store(tmp_path: Path) -> None:
-    assert Settings(home=tmp_path).artifact_store_url == f"file://{tmp_path}/artifacts"
 
 
 # In and out
@@ -210,31 +190,3 @@ def test_a_server_that_is_away_is_an_error(server: FtpServer) -> None:
     for gone in (store, ArtifactStore(server.url)):
         with pytest.raises(ArtifactError, match=r"the artifact store ftp://.* (failed|cannot be reached)"):
             gone.put(Source("b.txt", "text"), "r/b.txt")
-
-
-class Full(LocalFileSystem):
-    """A disk that takes one piece of a file and is full then."""
-
-    protocol = "full"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix("full://disk")
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        file = super()._open(path, mode, **options)
-        if "w" in mode:
-            file.write = lambda data: file.f.write(data) if not file.f.tell() else _refuse()
-        return file
-
-
-def _refuse() -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_costs_the_file_that_does_not_fit(tmp_path: Path) -> None:
-    fsspec.register_implementation("full", Full, clobber=True)
-    store = ArtifactStore(artifact_url.check(f"full://disk{tmp_path}"))
-    with pytest.raises(ArtifactError, match="No space left on device"):
-        store.put(Source("big.txt", "x" * (3 << 20)), "r/big.txt")
-    assert store.put(Source("small.txt", "fits"), "r/small.txt").size == 4

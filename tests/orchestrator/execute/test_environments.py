@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from other_interpreters import make_interpreter
 from supervised import Ended, supervised
 
@@ -68,17 +67,6 @@ def test_a_warm_child_is_replaced_when_the_environment_or_interpreter_changes(
     effective = [end.outcome.environment["settings"] for end in ends[::2]]
     assert effective == [{"TORCH_LOGS": value} for value in ("unset", "a", "b", "b")]
     assert [str(end.files["stdout.txt"]).strip() for end in ends[::2]] == [*[sys.executable] * 3, other]
-
-
-def test_three_settings_of_one_variable_have_three_effective_values(snippet_kind, measured) -> None:
-    envs = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        envs.append({"ATEN_CPU_CAPABILITY": "avx2"})
-    requirements.check(wants(envs=envs))
-    points = [replace(snippet_kind.point("pass"), env=env) for env in envs]
-    ends = measured(points, replace(WARM, settings=("ATEN_CPU_CAPABILITY",)))
-    effective = [end.outcome.environment["settings"]["ATEN_CPU_CAPABILITY"] for end in ends]
-    assert effective == [torch.backends.cpu.get_cpu_capability(), "DEFAULT", "AVX2"][: len(envs)]
 
 
 FOREIGN = """
@@ -150,12 +138,6 @@ def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: s
         UserError, match=rf"^python: '{bare}': lacks the package \w+ on node .*; install it with {bare}"
     ):
         requirements.check(wants(pythons=(bare,)))
-
-
-def test_a_node_where_an_interpreter_lacks_packages_is_found(bare: str) -> None:
-    [line] = requirements.lacking(wants(pythons=(None, bare)))
-    assert line.startswith(f"python: {bare!r}: lacks the package ")
-    assert requirements.lacking(wants(pythons=(None,))) == []
 
 
 def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import ray
 from processes import wait_for
 from ray.exceptions import ActorUnavailableError, RayActorError
-from ray.train import ControllerError, WorkerGroupError
+from ray.train import WorkerGroupError
 
 from jobs.hardware.gpu_samples import Sample
 from jobs.process.messages import Cluster, MeasurePoint
@@ -53,12 +53,6 @@ def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(progres
     end = end_of_ranks(error, progress, {"id-a"})
     assert dict(end.died) == {0: "was lost with node a"}
     assert dict(end_of_ranks(error, progress, {"id-b"}).died) == {}, "rank 1 has told its end"
-
-
-def test_ranks_that_could_not_be_started_are_told_with_the_reason(progress: RankProgress) -> None:
-    end = end_of_ranks(ControllerError(ValueError("no such package")), progress)
-    assert str(end) == "Ray Train could not start the ranks: no such package"
-    assert str(end_of_ranks(None, progress)) == "Ray Train failed: no reason given"
 
 
 def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:

@@ -35,16 +35,6 @@ def _piece(samples: int, utilization: float, gpu: str = "a:0", weight: int = 1) 
     return [Sample(gpu, n, s, *values, 100 * s if s else None, weight) for n, s in enumerate(seconds)]
 
 
-def test_energy_of_ranks_that_were_started_again_is_that_of_all_without_the_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A soak's pieces and restarts; meanwhile others may have had the card."""
-    pieces = [_piece(3, 90), _piece(3, 90, "b:0"), _piece(3, 90)]
-    samples = _taken(monkeypatch, pieces)
-    assert energy(samples) == pytest.approx(3 * 200)
-    assert "GPU a:0: 6 samples over 4.0 s" in summarise_samples(samples).text
-
-
 def test_samples_of_many_pieces_are_bounded_and_weigh_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.hardware.gpu_samples.MOST", 50)
     pieces = [_piece(2, 0.0), _piece(40, 90.0, weight=4), *(_piece(3, 10.0) for _ in range(20))] * 5

@@ -7,7 +7,6 @@ import errno
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -95,15 +94,9 @@ def test_a_point_with_progress_that_takes_too_long_is_a_timeout(measure) -> None
 
 
 def test_a_slow_point_with_progress_is_not_a_hang(measure) -> None:
-    conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=2, point_s=120))
-    start = "import time; from jobs.schema.point import STARTING\nbeat(STARTING); time.sleep(2.5)"
-    slow = "for i in range(13): beat('slow', i, 13); time.sleep(0.2)"  # longer than the heartbeat deadline
-    begun = time.monotonic()
-    updates = measure(f"{start}\n{slow}", conditions=conditions)
-    assert states(updates) == [PointState.OK]
-    signs = [update for update in updates if isinstance(update, Progress)]
-    assert 2 <= len(signs) <= 1 + time.monotonic() - begun  # at most one a second is sent
-    assert [sign.done for sign in signs] == sorted(sign.done for sign in signs)
+    conditions = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=4, point_s=120))
+    slow = "import time\nfor i in range(30): beat('slow', i, 30); time.sleep(0.2)"  # longer than the heartbeat deadline
+    assert states(measure(slow, conditions=conditions)) == [PointState.OK]
 
 
 def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
@@ -121,16 +114,6 @@ def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
     assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)
 
 
-def test_a_hang_keeps_what_the_point_wrote_about_its_failure(measure) -> None:
-    write = (
-        "folder = Path(tempfile.gettempdir(), FAILURE_FILES); folder.mkdir()\n(folder / 'flight.json').write_text('1')"
-    )
-    imports = "import tempfile, time\nfrom pathlib import Path\nfrom jobs.schema.point import FAILURE_FILES\n"
-    [end] = ended(measure(f"{imports}{write}\nbeat('on')\ntime.sleep(60)", conditions=HASTY))
-    assert end.outcome.state is PointState.HANG
-    assert end.files["flight.json"] == "1"
-
-
 def test_a_memory_limit_is_enforced(measure) -> None:
     conditions = dataclasses.replace(PATIENT, memory_bytes=100 << 20)
     updates = measure("kept = bytearray(50 << 20)", "kept = bytearray(150 << 20)", conditions=conditions)
@@ -138,12 +121,19 @@ def test_a_memory_limit_is_enforced(measure) -> None:
 
 
 HANG_WITH_A_FAMILY = """
-import subprocess, time
+import subprocess, tempfile, time
+from pathlib import Path
+from jobs.schema.point import FAILURE_FILES
 def stuck_here():
     time.sleep(600)
+folder = Path(tempfile.gettempdir(), FAILURE_FILES)
+folder.mkdir()
+(folder / 'flight.json').write_text('1')
 near = subprocess.Popen([sys.executable, '-c', 'import time\\ndef waiting_too(): time.sleep(600)\\nwaiting_too()'])
 far = subprocess.Popen(['sleep', '600'], start_new_session=True)
 print(near.pid, far.pid, flush=True)
+leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+subprocess.run([sys.executable, '-c', leave], start_new_session=True)  # forked twice: its parent is gone
 time.sleep(0.5)
 beat('on')
 stuck_here()
@@ -153,35 +143,16 @@ stuck_here()
 def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) -> None:
     [end] = ended(measure(HANG_WITH_A_FAMILY, conditions=HASTY))
     assert end.outcome.state is PointState.HANG
+    assert end.files["flight.json"] == "1", "what the point wrote about its failure"
     assert "stuck_here" in end.files["stacks.txt"]
     assert "waiting_too" in end.files["stacks.txt"]
     assert "stuck_here" in end.files["stderr.txt"]  # by faulthandler, for hosts where py-spy may not attach
     assert "memory: " in end.files["memory.txt"]
-    for pid in end.files["stdout.txt"].split():
+    pids = end.files["stdout.txt"].split()
+    assert len(pids) == 3
+    for pid in pids:
         assert f"pid {pid} " in end.files["processes.txt"]
         assert not is_alive(int(pid))
-
-
-TWICE_FORKED = """
-import subprocess, sys, time
-leave = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
-subprocess.run([sys.executable, '-c', leave], start_new_session=True)
-beat('on')
-time.sleep(600)
-"""
-
-
-def test_a_process_forked_twice_ends_with_a_hang(measure) -> None:
-    """Its parent is gone: it is nobody's descendant."""
-    [end] = ended(measure(TWICE_FORKED, conditions=HASTY))
-    assert end.outcome.state is PointState.HANG
-    assert not is_alive(int(end.files["stdout.txt"]))
-
-
-def test_processes_that_a_point_leaves_running_end_with_it(measure) -> None:
-    [end] = ended(measure("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)"))
-    assert end.outcome.state is PointState.OK
-    assert not is_alive(int(end.files["stdout.txt"]))
 
 
 def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
@@ -191,16 +162,6 @@ def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
     assert [e.outcome.state for e in ends] == ["ok", "ok", "error", "ok", "crash", "ok"]
     assert pids[0] == pids[1] != pids[3] != pids[5]
     assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point's own output
-
-
-def test_a_cold_slot_starts_a_process_for_each_point(measure) -> None:
-    ends = ended(measure("pass", "pass"))
-    assert len({end.outcome.environment["pid"] for end in ends}) == 2
-
-
-def test_a_child_sees_the_gpus_that_it_is_given(measure) -> None:
-    [end] = ended(measure("pass", gpus="1,3"))
-    assert end.outcome.environment["gpus"] == "1,3"
 
 
 def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
@@ -216,9 +177,7 @@ def test_a_stop_ends_the_child_at_once_and_without_an_outcome(snippet_kind) -> N
     updates = supervise([task], PATIENT, stopped=stop.is_set)
     sign = next(update for update in updates if isinstance(update, Progress))
     stop.set()
-    begin = time.monotonic()
     assert not [update for update in updates if isinstance(update, OutcomeRecord)]
-    assert time.monotonic() - begin < 10
     assert not is_alive(sign.done)
 
 
@@ -253,13 +212,6 @@ def test_a_gpu_that_does_not_get_free_gives_a_warning(measure, monkeypatch) -> N
     updates = measure("pass", conditions=dataclasses.replace(PATIENT, device="cuda"), gpus="0")
     [event] = [update for update in updates if isinstance(update, EventRecord)]
     assert (event.level, event.message) == ("warning", "GPU 0 still lists process 1")
-
-
-def test_the_probe_runs_in_a_child() -> None:
-    machine = probe(messages.Probe("cpu")).machine
-    assert machine.device == "cpu"
-    assert machine.memory_bytes > 0
-    assert "torch" in machine.fingerprint
 
 
 def test_probing_for_a_missing_gpu_is_an_error() -> None:

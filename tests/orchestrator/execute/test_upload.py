@@ -94,11 +94,6 @@ def test_a_spec_may_lie_anywhere(here: Path, spec: str, name: str) -> None:
     assert found.files[name].read_text() == TRAIN
 
 
-def test_an_absolute_path_is_the_workers_own(train: Train, here: Path) -> None:
-    assert _beside_the_sources(train(str(here / "corpus"))) == {"my.yaml"}
-    assert _beside_the_sources(train("/only/on/the/workers")) == {"my.yaml"}
-
-
 def test_links_within_the_folder_are_followed(train: Train, here: Path) -> None:
     (here / "corpus" / "linked.txt").symlink_to(here / "notes.txt")
     (here / "linked").symlink_to("corpus")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from quick_driver import MACHINE
+from quick_driver import COMMAND, MACHINE
 from sqlalchemy import text
 
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.store import Store
 
+ROOT = Path(__file__).resolve().parents[3]
 _SPEC = """
 kind: snippet
 name: test
@@ -39,7 +43,7 @@ def spec(tmp_path: Path) -> Callable[..., Path]:
 
     def write(*codes: str, workers: int = 1, isolation: str = "process", more: str = "") -> Path:
         path = tmp_path / "spec.yaml"
-        path.write_text(_SPEC.format(codes=list(codes), workers=workers, isolation=isolation) + more)
+        path.write_text(_SPEC.format(codes=json.dumps(codes), workers=workers, isolation=isolation) + more)
         return path
 
     return write
@@ -49,6 +53,27 @@ def spec(tmp_path: Path) -> Callable[..., Path]:
 def quick_probe(snippet_kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the probe, which imports torch in a child for two seconds."""
     monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: MACHINE})
+
+
+@pytest.fixture
+def start(home: Path, kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `python -m jobs --local` with the settings of this process and the quick probe; ends what is left."""
+    with ExitStack() as stack:
+
+        def begin(*args: str | Path, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [*command, "--local", *map(str, args)],
+                cwd=ROOT,
+                env={**os.environ, **kinds_path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield begin
 
 
 @pytest.fixture

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 
 from jobs.schema.states import PointState, RunState
-from orchestrator.run import driver, plan
-from orchestrator.store import Store, exporter, importer, journal, queries
-from orchestrator.store.journal import Journal
+from orchestrator.run import plan
+from orchestrator.store import Store, exporter, queries
 from orchestrator.store.models import Base, Run
-from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunEndRecord
 
 RUN = "20261120-120000-demo-abcd"
 HOUR = timedelta(hours=1)
@@ -83,16 +81,6 @@ def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived) -> N
         assert rows(store) == before
 
 
-def test_a_database_that_took_the_earliest_time_takes_the_journal(store: Store, lived, tmp_path: Path) -> None:
-    store.apply_many(lived)
-    with store.session(writes=True) as session:
-        session.get_one(Run, RUN).created_at = lived[-2].at
-    with Journal(tmp_path / journal.NAME) as book:
-        book.append(lived)
-    importer.import_file(store, tmp_path / journal.NAME)
-    assert of(store).state is RunState.DONE
-
-
 @pytest.mark.parametrize("count", [-1, None])
 def test_its_journal_is_rebuilt(store: Store, other: Store, lived, count: int | None) -> None:
     store.apply_many(lived[:count])
@@ -100,31 +88,6 @@ def test_its_journal_is_rebuilt(store: Store, other: Store, lived, count: int | 
     assert rows(other) == rows(store)
     other.apply_many(lived[:count])
     assert rows(other) == rows(store)
-
-
-def test_a_run_of_yesterday_is_resumed_today_by_a_host_of_last_week(home, spec, quick_probe, tmp_path) -> None:
-    mended = tmp_path / "mended"
-    assert driver.main(["--local", str(spec(f"if not os.path.exists({str(mended)!r}): raise ValueError"))]) == 1
-    database = f"sqlite:///{home / 'nsa.db'}"
-    with Store.open(database) as store:
-        [run_id] = queries.run_ids(store)
-        path = home / "artifacts" / run_id / journal.NAME
-        week = timedelta(days=7)  # the run's host was ahead
-        kept = [r.model_copy(update={"at": r.at + week}) for r in journal.read(path)]
-        with store.session(writes=True) as session:
-            session.delete(session.get_one(Run, run_id))
-        path.unlink()
-        with Journal(path) as book:
-            book.append(kept)
-    mended.touch()
-    assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 0
-    kept = [(r.type, r.resumed) for r in journal.read(path) if isinstance(r, RunRecord | RunEndRecord)]
-    assert kept == [("run", 0), ("run_end", 0), ("run", 1), ("run_end", 1)]
-    with Store.open(database) as store:
-        row = queries.run(store, run_id)
-        assert row is not None
-        assert (row["state"], row["resumed"]) == ("done", 1)
-    assert driver.main(["--local", "--resume", run_id]) == 0
 
 
 class TestAPointWithoutAnAttempt:
@@ -162,14 +125,6 @@ class TestAPointWithoutAnAttempt:
             [row] = queries.points(store, RUN).to_dict("records")
             assert (row["state"], row["again"] or row["state"]) == (point.state, point.latest), record
             assert row["key"] == point.key, record
-
-    def test_its_journal_changes_nothing_whole_or_in_part(self, store: Store, lived) -> None:
-        for count in range(2, len(lived) + 1):
-            store.apply_many(lived[:count])
-            before = rows(store)
-            for part in range(1, count + 1):
-                store.apply_many(lived[:part])
-                assert rows(store) == before, (count, part)
 
     def test_its_journal_is_rebuilt(self, store: Store, other: Store, lived) -> None:
         for record in lived:

@@ -108,6 +108,19 @@ def test_changed_sources_begin_a_search_again_under_its_ids() -> None:
     assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
 
 
+def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
+    journal = _measure(plan.new_plan(RUN, [_size(0)], CPU, _further))
+    for code_hash in ("changed", "same"):
+        run, old = RUN.model_copy(update={"code_hash": code_hash}), plan.history(journal)
+        assert old is not None
+        todo = plan.resumed_plan(run, [_size(0)], CPU, old, _further, again=False)
+        journal += todo.records  # interrupted before its first point ended
+    assert todo.assignments == []
+    [end] = [each for each in todo.records if isinstance(each, OutcomeRecord)]
+    assert (end.point_id, end.attempt, end.state) == ("r/0", 2, PointState.CANCELLED)
+    assert str(end.reason).startswith("not needed: the point has an outcome with the sources")
+
+
 def test_other_points_than_the_runs_are_refused() -> None:
     old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
     assert old is not None

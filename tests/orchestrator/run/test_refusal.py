@@ -108,15 +108,6 @@ def test_there_is_nothing_to_go_on_with(home, bad, monkeypatch, capsys) -> None:
     assert len(stored(home)) == 1
 
 
-def test_a_very_long_list_of_mistakes_is_shortened(home, tmp_path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("kind: drill\nname: long\n" + "".join(f"field{n}: 1\n" for n in range(3000)))
-    assert driver.main([str(path)]) == 2
-    [run] = stored(home)
-    assert len(run["reason"]) < 10_000
-    assert run["reason"].endswith("more mistakes; mend these first")
-
-
 def test_only_a_job_that_was_to_measure_leaves_a_run(home, bad, monkeypatch) -> None:
     assert driver.main([str(bad), "--dry-run"]) == 2
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import wait_for
@@ -56,23 +53,6 @@ def at(home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("NSA_DATABASE_URL", database_url)
     (tmp_path / "value").write_text("1.5")
     return home / "artifacts"
-
-
-@pytest.fixture
-def start(kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a driver with `--local` and the settings of this process, the sources called `code`."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*args: str | Path, code: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", DRIVER.format(code=code), "--local", *map(str, args)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **kinds_path}, **pipes))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -136,7 +116,7 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
     assert points(database_url) == [(*old, "ok")] * 2
     (tmp_path / "wait0").touch()
     (tmp_path / "value").write_text("2.5")
-    again = start("--resume", run_id, code="new")
+    again = start("--resume", run_id, command=[sys.executable, "-c", DRIVER.format(code="new")])
     wait_for(lambda: points(database_url) == [(*old, "running"), (*old, "pending")], 60)
     wait_for(lambda: (tmp_path / "log0").read_text() == "xx", 60)
     with Store.open(database_url, create=False) as store:
@@ -170,43 +150,6 @@ def test_ok_points_keep_their_results_where_an_interrupted_resume_measures_them_
     assert "2 points that had ended are measured again: an earlier resume began to, and was interrupted" in told
     assert points(database_url) == [("ok", 3, 2.5, "ok")] * 2
     assert [(tmp_path / f"log{number}").read_text() for number in range(2)] == ["xxx", "xx"]
-
-
-@ON_SQLITE
-def test_points_whose_sources_are_as_before_again_are_not_measured(
-    at, spec, codes, run, start, tmp_path, database_url, new_database
-) -> None:
-    assert run(spec(*codes), code="old")[0] == 0
-    (tmp_path / "wait0").touch()
-    run_id = only_run(database_url)
-    again = start("--resume", run_id, code="new")
-    wait_for(lambda: [latest for *_, latest in points(database_url)] == ["running", "pending"], 60)
-    again.kill()
-    again.wait()
-    code, told = run("--resume", run_id, code="old")
-    assert code == 0, told
-    assert "settled: 2 ok" in told
-    assert points(database_url) == [("ok", 1, 1.5, "cancelled")] * 2
-    same_elsewhere(at, database_url, new_database)
-
-
-@ON_SQLITE
-def test_failures_stay_until_they_are_tried_again_and_that_is_gone_on_with(
-    at, spec, codes, run, start, tmp_path, database_url, new_database
-) -> None:
-    (tmp_path / "fail0").touch()
-    assert run(spec(*codes), code="old")[0] == 1
-    run_id, good = only_run(database_url), ("ok", 1, 1.5, "ok")
-    (tmp_path / "wait0").touch()
-    again = start("--resume", run_id, "--retry-failed", code="old")
-    wait_for(lambda: points(database_url) == [("error", 1, None, "running"), good], 60)
-    again.kill()
-    again.wait()
-    same_elsewhere(at, database_url, new_database)
-    (tmp_path / "wait0").unlink()
-    (tmp_path / "fail0").unlink()
-    assert run("--resume", run_id, code="old")[0] == 0
-    assert points(database_url) == [("ok", 3, 1.5, "ok"), good]
 
 
 @ON_SQLITE

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from processes import wait_for
-from quick_driver import COMMAND
+from processes import descendants, wait_for
 from typer.testing import CliRunner
 
 from orchestrator.cli.cancel import CancelError, cancel_run
@@ -32,23 +29,6 @@ def at(home: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of artifacts of runs that are stored in a database of each kind."""
     monkeypatch.setenv("NSA_DATABASE_URL", database_url)
     return home / "artifacts"
-
-
-@pytest.fixture
-def processes(kinds_path: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m jobs --local` with the settings of this process and the quick probe; ends what is left."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str | Path) -> subprocess.Popen[str]:
-        command = [*COMMAND, "--local", *map(str, args)]
-        env = {**os.environ, **kinds_path}
-        started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def stored(url: str, run_id: str) -> tuple[str, list[tuple[str, int]]]:
@@ -74,12 +54,12 @@ def run(*args: str | Path) -> int:
 
 
 def test_a_run_that_is_measured_is_left_alone_and_one_whose_driver_was_killed_is_resumed_by_one(
-    at, spec, tmp_path, database_url, processes, snippet_kind, capsys
+    at, spec, tmp_path, database_url, start, snippet_kind, capsys
 ) -> None:
     log, second = tmp_path / "measured", tmp_path / "second"
     codes = [MARK.format(str(log), i) + f"; value = {i}.5" for i in range(3)]
     codes[1] = WAIT.format(str(second)) + codes[1]
-    first = processes(spec(*codes))
+    first = start(spec(*codes))
     wait_for(lambda: log.exists() and bool(runs_of(database_url)), 60)  # the driver does not wait for the database
     run_id = only_run(database_url)
     wait_for(lambda: stored(database_url, run_id)[1][1:2] == [("running", 1)], 60)
@@ -93,11 +73,13 @@ def test_a_run_that_is_measured_is_left_alone_and_one_whose_driver_was_killed_is
         assert run("--resume", run_id) == 2
     assert f"run: {run_id!r}: is being measured by process {first.pid} on " in capsys.readouterr().err
     assert first.poll() is None
+    [*_, child] = descendants(psutil.Process(first.pid), "orchestrator.execute.point:answer")
     first.kill()
     first.wait()
+    assert psutil.wait_procs([child], timeout=30)[1] == []
     assert stored(database_url, run_id) == ("running", [("ok", 1), ("running", 1), ("pending", 0)])
 
-    two = [processes("--resume", run_id) for _ in range(2)]
+    two = [start("--resume", run_id) for _ in range(2)]
     wait_for(lambda: any(process.poll() is not None for process in two), 60)
     refused, again = sorted(two, key=lambda process: process.poll() is None)
     assert refused.returncode == 2
@@ -153,43 +135,9 @@ def test_a_full_disk_ends_the_run_and_a_resume_goes_on(
     assert stored(database_url, run_id) == ("done", [("ok", 1), ("ok", 2), ("ok", 1)])
 
 
-def test_a_run_resumed_into_an_empty_database_is_complete_there(
-    at, spec, tmp_path, database_url, new_database, quick_probe, monkeypatch
-) -> None:
-    path = spec("value = 1.5", f"if not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError", "value = 3.5")
-    assert run(path) == 1
-    run_id = only_run(database_url)
-    (tmp_path / "mended").touch()
-    other = new_database()
-    monkeypatch.setenv("NSA_DATABASE_URL", other)
-    assert run("--resume", run_id, "--retry-failed") == 0
-    assert stored(other, run_id) == ("done", [("ok", 1), ("ok", 2), ("ok", 1)])
-    with Store.open(other) as store:
-        assert queries.measurements(store, run_ids=[run_id]).value.tolist() == [1.5, 1.0, 3.5]
-
-
-def test_a_resumed_journal_that_agrees_with_the_database_is_not_rewritten(
-    at, spec, database_url, quick_probe, capsys
-) -> None:
-    assert run(spec("pass", "raise ValueError")) == 1
-    run_id = only_run(database_url)
-    capsys.readouterr()
-    assert run("--resume", run_id) == 1
-    assert "journal: " not in capsys.readouterr().out
-    outcomes = [r for r in journal.read(at / run_id / journal.NAME) if isinstance(r, OutcomeRecord)]
-    assert len(outcomes) == 2
-
-
 @pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
 class TestRefused:
     """A resume that cannot be right ends with one line, before anything is measured."""
-
-    def test_an_unknown_run(self, at, database_url, snippet_kind, capsys) -> None:
-        at.mkdir(parents=True)
-        assert run("--resume", "20261120-120000-demo-abcd") == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: --resume: '20261120-120000-demo-abcd': no journal of this run in ")
-        assert list(at.iterdir()) == []
 
     def test_a_reported_run(self, at, database_url, snippet_kind, capsys) -> None:
         with Store.open(database_url) as store:

@@ -52,15 +52,6 @@ def test_they_are_recorded_as_they_would_have_been(home: Path, spec, quick_probe
     assert len([r for r in journal.read(killed) if isinstance(r, ArtifactRecord)]) == 2
 
 
-def test_a_run_whose_files_are_recorded_has_none(home: Path, spec, quick_probe) -> None:
-    assert driver.main(["--local", str(spec("pass", FILES))]) == 0
-    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
-    known = history(journal.read(path))
-    assert known is not None
-    assert len(known.files) == 2
-    assert unrecorded_files(known, f"file://{home / 'artifacts'}") == []
-
-
 def test_a_store_that_is_away_holds_nothing_up(killed: Path) -> None:
     known = history(journal.read(killed))
     assert known is not None

