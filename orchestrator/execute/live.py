@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -81,14 +80,11 @@ class LiveSeries:
 class Pace:
     """Progress of a point, and its steps per wall-clock second, interruptions included.
 
-    A phase without a total that interrupts one with a total (a checkpoint) reports that one's progress, once that was
-    seen to go on.
+    A phase without a total (a checkpoint) reports the progress of the longest one that it interrupts.
     """
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}  # by phase, the latest last
-        self._interrupted = ""
-        self._interrupting: set[str] = set()
 
     def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
         """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.
@@ -96,21 +92,16 @@ class Pace:
         Returns steps done and in all, and steps a second; None where that is unknown.
         """
         clock = time.monotonic()
-        if not total and phase in self._interrupting:
-            count = self._counts[self._interrupted]
+        interrupted = [count for count in self._counts.values() if count.done + 1 < count.total]
+        if interrupted and not total:
+            count = max(interrupted, key=lambda count: count.total)
             return count.done, count.total, count.rate(clock)
-        since = itertools.dropwhile(lambda other: other != phase, list(self._counts))
-        others = {other for other in since if not self._counts[other].total}
         count = self._counts.pop(phase, None)
         if count is None or done < count.done:  # it begins, or anew
             count = _Count(clock)
-            self._interrupting = set() if phase == self._interrupted else self._interrupting
-        elif total and done > count.done and others:
-            self._interrupted, self._interrupting = phase, self._interrupting | others
         self._counts[phase] = count
         if len(self._counts) > _MOST_PHASES:  # of a kind that names each step
             del self._counts[next(iter(self._counts))]
-            self._interrupting &= self._counts.keys() if self._interrupted in self._counts else set()
         count.note(clock, done, total)
         return done, total, count.rate(clock)
 

@@ -133,12 +133,7 @@ def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:
 
 
 def _check_size(files: Mapping[str, Path], here: Path) -> None:
-    sizes = {}
-    for name, source in files.items():
-        try:
-            sizes[name] = source.stat().st_size
-        except OSError as err:
-            raise _unreadable("upload", source, err) from None
+    sizes = {name: source.stat().st_size for name, source in files.items()}
     if (total := sum(sizes.values())) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
         raise UserError(

@@ -178,20 +178,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Remeasured:
-    """The latest attempt at a point that had an outcome before: its key, and pending, running, lost or cancelled."""
-
-    key: str
-    state: PointState
-
-
-@dataclass(frozen=True)
 class PointHistory:
     """A point's latest state in a run's records; one that is measured again keeps its outcome until it has a new one.
 
     Attributes:
         attempt: the number of its latest attempt.
-        again: that attempt, where key and state are those of an earlier outcome.
+        again: that attempt, pending, running, lost or cancelled, where key and state are those of an earlier outcome.
         reason, metrics: of the outcome, metrics by name.
     """
 
@@ -199,7 +191,7 @@ class PointHistory:
     label: str
     state: PointState
     attempt: int = 0
-    again: Remeasured | None = None
+    again: PointHistory | None = None
     reason: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -213,7 +205,7 @@ class PointHistory:
         if isinstance(record, PointRecord):
             attempt = max(self.attempt, _attempts(record))
             if self.state.settles and record.state is PointState.PENDING:
-                return replace(self, attempt=attempt, again=Remeasured(record.key, record.state))
+                return replace(self, attempt=attempt, again=PointHistory(record.key, record.label, record.state))
             return PointHistory(record.key, record.label, record.state, attempt)
         started = isinstance(record, StartRecord)
         state = PointState.RUNNING if started else record.state
