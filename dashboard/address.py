@@ -22,8 +22,7 @@ class Binding(TypedDict):
     """Arguments that bind a widget to the address."""
 
     key: str
-    on_change: Callable[..., None]
-    args: tuple[Any, ...]
+    on_change: Callable[[], None]
 
 
 class Address:
@@ -43,16 +42,16 @@ class Address:
         Args:
             empty: the word in the address for no value, where the default has some.
         """
-        asked = st.query_params.get_all(name)
-        known = [] if asked == [empty] else self._known(name, asked, options)
-        values = known if known or asked == [empty] else list(default)
-        return self._bind(name, values, _write_many, (list(default), empty))
+        requested = st.query_params.get_all(name)
+        known = [] if requested == [empty] else self._known(name, requested, options)
+        values = known if known or requested == [empty] else list(default)
+        return self._bind(name, values, list(default), empty)
 
     def one(self, name: str, options: Container[str] | None, default: str | None = None) -> Binding:
         """Binding of a control with one value; `options` None: any text."""
-        asked = st.query_params.get_all(name)[-1:]
-        known = asked if options is None else self._known(name, asked, options)
-        return self._bind(name, known[0] if known else default, _write_one, (default,))
+        requested = st.query_params.get_all(name)[-1:]
+        known = requested if options is None else self._known(name, requested, options)
+        return self._bind(name, known[0] if known else default, [default] if default else [], "")
 
     def tell(self) -> None:
         """Say which values and names of the address were ignored."""
@@ -60,15 +59,24 @@ class Address:
         if ignored := [*self._ignored, *unknown]:
             st.caption(f":material/link_off: Unknown in the address, ignored: {', '.join(ignored)}")
 
-    def _known(self, name: str, asked: Sequence[str], options: Container[str]) -> list[str]:
-        self._ignored += [f"{parts.code(f'{name}={value}')}" for value in asked if value not in options]
-        return [value for value in dict.fromkeys(asked) if value in options]
+    def _known(self, name: str, requested: Sequence[str], options: Container[str]) -> list[str]:
+        self._ignored += [parts.code(f"{name}={value}") for value in requested if value not in options]
+        return [value for value in dict.fromkeys(requested) if value in options]
 
-    def _bind(self, name: str, value: Any, write: Callable[..., None], args: tuple[Any, ...]) -> Binding:
+    def _bind(self, name: str, value: Any, default: list[str], empty: str) -> Binding:
         self._names.add(name)
         key = f"address-{name}"
         st.session_state[key] = value
-        return {"key": key, "on_change": write, "args": (name, key, *args)}
+
+        def write() -> None:
+            chosen = st.session_state[key]
+            values = list(chosen) if isinstance(chosen, list | tuple) else [chosen] if chosen else []
+            if sorted(values) == sorted(default) or not (values or empty):
+                st.query_params.pop(name, None)
+            else:
+                st.query_params[name] = values or [empty]
+
+        return {"key": key, "on_change": write}
 
 
 def leave(page: str, **query: str) -> None:
@@ -79,20 +87,3 @@ def leave(page: str, **query: str) -> None:
     """
     url = json.dumps(f"{page}?{urlencode(query)}")  # urlencode leaves neither quotes nor brackets
     st.html(f"<script>window.location.assign({url})</script>", unsafe_allow_javascript=True)
-
-
-def _write_many(name: str, key: str, default: Sequence[str], empty: str) -> None:
-    values = list(st.session_state[key])
-    _write(name, None if sorted(values) == sorted(default) else values or [empty])
-
-
-def _write_one(name: str, key: str, default: str | None) -> None:
-    value = st.session_state[key] or None
-    _write(name, None if value == default or value is None else [value])
-
-
-def _write(name: str, values: Sequence[str] | None) -> None:
-    if values is not None:
-        st.query_params[name] = list(values)
-    elif name in st.query_params:
-        del st.query_params[name]

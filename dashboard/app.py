@@ -47,7 +47,10 @@ def _database() -> None:
     except UserError:
         st.caption(":material/database_off: no database to read")
         return
-    st.caption(f":material/database: **Database**  \n{parts.code(parts.short_address(store.name))}")
+    name = store.name
+    if name.startswith("sqlite:"):  # the column is narrow: a file's last two parts
+        name = "sqlite …/" + "/".join(Path(name.removeprefix("sqlite:///")).parts[-2:])
+    st.caption(f":material/database: **Database**  \n{parts.code(name)}")
     if changed is not None:
         st.caption(f":material/schedule: **Last change**  \n{parts.ago(changed)}")
     st.caption(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import streamlit as st
 
 import jobs.schema.quantities
 from dashboard import data, parts
-from dashboard.address import NONE, Address, Binding
+from dashboard.address import NONE, Address
 from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.judge.growth import MIN_LENGTHS
 from orchestrator.report import series
@@ -52,7 +52,7 @@ class Choice:
             if wanted and column in frame:
                 frame = frame.loc[frame[column].map(series.text).isin(wanted)]
         if self.shapes:
-            frame = frame.loc[[series.shape(row) in self.shapes for row in parts.records(frame)]]
+            frame = frame.loc[[series.shape(row) in self.shapes for row in frame.to_dict("records")]]
         return frame
 
 
@@ -60,13 +60,16 @@ def choose(store: Store, runs: pd.DataFrame, address: Address) -> Choice:
     """Draw the controls. Returns the choice, which the address keeps."""
     run_ids = _runs(store, runs, address)
     planned = data.states(store, run_ids=run_ids)  # filters also offer points that have not ended
-    passes = _pick(address, "Pass", planned, "pass", _usual_passes(planned))
-    workloads = _pick(address, "Workload", planned, "workload")
-    devices = _pick(address, "Device", planned, "device")
+    passes = _pick(address, "Pass", "pass", planned["pass"], _usual_passes(planned))
+    workloads = _pick(address, "Workload", "workload", planned["workload"])
+    devices = _pick(address, "Device", "device", planned["device"])
     shapes = _pick_shapes(address, planned)
-    labels = data.own_axes(store, run_ids)
-    more = tuple((column, _pick_values(address, label, planned, column)) for column, label in sorted(labels.items()))
-    implementations = _pick(address, "Implementation", planned, "implementation", _curves(planned))
+    more = tuple(
+        (column, _pick(address, label, column, planned[column]))
+        for column, label in sorted(data.own_axes(store, run_ids).items())
+        if column in planned
+    )
+    implementations = _pick(address, "Implementation", "implementation", planned["implementation"], _curves(planned))
     bound = address.one("reported", _LAYOUTS, BESIDE)
     layout = BESIDE
     if len(set(planned["origin"])) > 1:
@@ -88,12 +91,6 @@ def _runs(store: Store, runs: pd.DataFrame, address: Address) -> list[str]:
     return st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **bound)
 
 
-def _complete(run: Mapping[str, Any]) -> bool:
-    """Whether a run is done, or was and some of its points are measured again."""
-    left = run["running"] + run["pending"] + run["cancelled"]
-    return run["state"] == RunState.DONE or (run["resumed"] > 0 and not left)
-
-
 def sweep(store: Store, runs: pd.DataFrame) -> list[str]:
     """Id of the run to open with: our newest complete sweep over enough lengths, a scaling sweep before other kinds.
 
@@ -101,7 +98,14 @@ def sweep(store: Store, runs: pd.DataFrame) -> list[str]:
     lengths: the newest with results, else the newest.
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    complete = [run for run in ours if _complete(run) and run["ok"] >= MIN_LENGTHS]
+    # A run is complete if it is done, or was and some of its points are measured again.
+    unended = ("running", "pending", "cancelled")
+    complete = [
+        run
+        for run in ours
+        if run["ok"] >= MIN_LENGTHS
+        and (run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in unended)))
+    ]
     lengths: dict[str, int] = {}
     for first in range(0, len(complete), _AT_ONCE):  # mostly, the newest runs have one
         batch = complete[first : first + _AT_ONCE]
@@ -146,35 +150,23 @@ def _curves(states: pd.DataFrame) -> list[str]:
 def _pick_shapes(address: Address, states: pd.DataFrame) -> tuple[str, ...]:
     """Shapes to show; default: all, but one of a sweep over three or more, whose lines would hide each other."""
     sweeps: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for row in parts.records(states):
+    for row in states.to_dict("records"):
         if shape := series.shape(row):
             sweeps[row["run_id"], row["workload"]].add(shape)
-    options = sorted(set().union(*sweeps.values()))
+    options = set().union(*sweeps.values())
     if len(options) < 2:
         return ()
     shown = set().union(*(shapes if len(shapes) < 3 else sorted(shapes)[:1] for shapes in sweeps.values()))
-    default = sorted(shown) if len(shown) < len(options) else []
-    return _pills("Shape", options, address.many("shape", options, default))
+    return _pick(address, "Shape", "shape", options, sorted(shown) if len(shown) < len(options) else [])
 
 
 def _pick(
-    address: Address, label: str, states: pd.DataFrame, column: str, default: Sequence[str] = ()
+    address: Address, label: str, name: str, values: Iterable[Any], default: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    options = sorted({value for value in states[column] if isinstance(value, str)})
-    bound = address.many(column, options, default)
+    options = sorted({text for value in values if (text := series.text(value))})
+    bound = address.many(name, options, default)
+    label = parts.plain(label)
     if len(options) > 8:
         return tuple(st.multiselect(label, options, placeholder="all", **bound))
-    return _pills(label, options, bound)
-
-
-def _pick_values(address: Address, label: str, states: pd.DataFrame, column: str) -> tuple[str, ...]:
-    """Selected values of a kind-specific axis."""
-    if column not in states:
-        return ()
-    options = sorted({text for value in states[column] if (text := series.text(value))})
-    return _pills(parts.plain(label), options, address.many(column, options))
-
-
-def _pills(label: str, options: Sequence[str], bound: Binding) -> tuple[str, ...]:
-    chosen = st.pills(label, options, selection_mode="multi", format_func=parts.plain, help="none chosen: all", **bound)
-    return tuple(chosen)
+    pills = st.pills(label, options, selection_mode="multi", format_func=parts.plain, help="none chosen: all", **bound)
+    return tuple(pills)

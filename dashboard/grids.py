@@ -81,7 +81,7 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
 
 def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
     """Draw a grid of fits (`analysis.fits_frame`). Returns the id of the clicked one's run, or None."""
-    rows = parts.records(frame)
+    rows = frame.to_dict("records")
     looks = [series.look(row["implementation"]) for row in rows]
     lengths = [row["lengths"] for row in rows]
     table = pd.DataFrame(

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
@@ -72,11 +71,6 @@ def badge(name: str, looks: Mapping[str, Look]) -> str:
 def sign(name: str, looks: Mapping[str, Look]) -> str:
     """Sign and name of a state, for a grid cell."""
     return f"{looks.get(name, _UNKNOWN_LOOK).sign} {name}"
-
-
-def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The frame's rows, with names of columns as text."""
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -161,11 +155,6 @@ def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
     return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})}{title})"
 
 
-def run_link(run_id: str, label: str) -> str:
-    """Markdown link to a run's page."""
-    return f"[{label}](runs?{urlencode({'run': run_id})})"
-
-
 def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
     """Links to the points behind a verdict."""
     links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:shown])
@@ -176,13 +165,6 @@ def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
 code = plain_text.code
 plain = plain_text.for_page
 """The text on one line, as Markdown that shows it and nothing else; parts between backticks stay code."""
-
-
-def short_address(address: str) -> str:
-    """Database address for a narrow column: a file's last two path parts, a server's URL in full."""
-    if not address.startswith("sqlite:"):
-        return address
-    return "sqlite …/" + "/".join(PurePath(address.removeprefix("sqlite:///")).parts[-2:])
 
 
 def bound(rule: RuleVerdict) -> str:

@@ -64,16 +64,16 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
 
     A .rayignore in the current folder keeps .env out of what `ray job submit --working-dir .` sends.
     """
-    from orchestrator.cli.files import RAYIGNORE, PackagedError, ignore_env, write_specs
+    from orchestrator.cli.files import RAYIGNORE, ignore_env, write_specs
 
-    copied = write_specs(folder)
-    say(f"wrote {len(copied.written)} specs to {folder}/")
-    if copied.kept:
-        say(f"kept your own: {', '.join(path.name for path in copied.kept)}")
+    written, kept = write_specs(folder)
+    say(f"wrote {len(written)} specs to {folder}/")
+    if kept:
+        say(f"kept your own: {', '.join(kept)}")
     try:
         if done := ignore_env(Path()):
             say(f"{RAYIGNORE}: {done}; `ray job submit` does not send .env")
-    except PackagedError as err:
+    except UserError as err:
         terminal.warn(f"warning: {err}, or `ray job submit --working-dir .` sends .env with its secrets")
     spec = folder / "demo.yaml"
     say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
@@ -213,7 +213,7 @@ def logs(
 ) -> None:
     """The log of a run's Ray job, or the text artifacts of one point."""
     from orchestrator.cli import console, submission
-    from orchestrator.cli.lookup import find_point, find_run, open_store, submission_of
+    from orchestrator.cli.lookup import find_point, find_run, open_store
     from orchestrator.store import queries
 
     settings = load_settings()
@@ -222,7 +222,9 @@ def logs(
         if point is not None:
             console.artifacts(queries.artifacts(store, find_point(store, run_id, point)["point_id"]))
             return
-        job = submission_of(store, run_id)
+        job = (queries.run(store, run_id) or {}).get("submission_id")
+    if not job:
+        raise UserError(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
     texts = submission.follow(settings, job) if follow else [submission.log(settings, job)]
     for text in texts:
         say(text, end="")
@@ -265,8 +267,8 @@ def artifacts(
 @app.command()
 def cancel(run: Run) -> None:
     """Stop a run: its remaining points end as cancelled."""
-    from orchestrator.cli.cancel import cancel_run
     from orchestrator.cli.lookup import find_run, open_store
+    from orchestrator.cli.submission import cancel_run
 
     settings = load_settings()
     with open_store(settings, readonly=False) as store:

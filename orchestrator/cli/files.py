@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import UserError
@@ -16,38 +15,25 @@ _REFERENCE = SOURCES / "orchestrator" / "reference_data"
 _JOURNALS = _REFERENCE / "journals"  # in a checkout a link to docs/results/data
 
 
-class PackagedError(UserError):
-    """Ready specs that cannot be written or found. One line: field, value, fix."""
-
-
-@dataclass(frozen=True)
-class Copied:
-    """The result of `write_specs`: files written, and files of these names that were there and were kept."""
-
-    written: tuple[Path, ...]
-    kept: tuple[Path, ...]
-
-
-def write_specs(folder: Path) -> Copied:
-    """Copy the ready specs to `folder`, which is made; files that are there already are kept.
+def write_specs(folder: Path) -> tuple[list[str], list[str]]:
+    """Copy the ready specs to `folder`, which is made. Returns the names of those written, and of files kept there.
 
     Raises:
-        PackagedError: the folder or a file cannot be written.
+        UserError: the folder or a file cannot be written.
     """
     written, kept = [], []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for spec in sorted(_SPECS.glob("*.yaml")):
-            target = folder / spec.name
             try:
-                with target.open("xb") as file:  # fails where there is a file, or a link to one
+                with (folder / spec.name).open("xb") as file:  # fails where there is a file, or a link to one
                     file.write(spec.read_bytes())
-                written.append(target)
+                written.append(spec.name)
             except FileExistsError:
-                kept.append(target)
+                kept.append(spec.name)
     except OSError as err:
-        raise PackagedError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
-    return Copied(tuple(written), tuple(kept))
+        raise UserError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
+    return written, kept
 
 
 def ignore_env(folder: Path) -> str | None:
@@ -57,7 +43,7 @@ def ignore_env(folder: Path) -> str | None:
         What was done to the file; None if it has the line.
 
     Raises:
-        PackagedError: the file cannot be read or written.
+        UserError: the file cannot be read or written.
     """
     path = folder / RAYIGNORE
     try:
@@ -70,14 +56,14 @@ def ignore_env(folder: Path) -> str | None:
         with path.open("ab") as file:
             file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
     except OSError as err:
-        raise PackagedError(f"{RAYIGNORE}: cannot be written ({err.strerror}); add the line .env to it") from None
-    return "given the line .env, and else left as it was"
+        raise UserError(f"{RAYIGNORE}: cannot be written ({err.strerror}); add the line .env to it") from None
+    return "now has the line .env, and is else as it was"
 
 
 def check_spec_exists(spec: Path) -> None:
-    """Raise PackagedError if there is no such file, but a ready spec of this name: `nsa init` writes it."""
+    """Raise UserError if there is no such file, but a ready spec of this name: `nsa init` writes it."""
     if not spec.exists() and (_SPECS / spec.name).is_file():
-        raise PackagedError(
+        raise UserError(
             f"spec: {str(spec)!r}: there is no such file here; write the ready specs with `nsa init`, then give "
             f"specs/{spec.name}"
         )

@@ -12,10 +12,6 @@ from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.store import Store, queries
 
 
-class LookupFailedError(UserError):
-    """No such run or point, or more than one."""
-
-
 def open_store(settings: Settings | None = None, *, create: bool = False, readonly: bool = True) -> Store:
     """The database of the settings (None: those of this process), as `Store.open` opens it."""
     return Store.open((settings or load_settings()).database, create=create, readonly=readonly)
@@ -28,15 +24,15 @@ def find_run(store: Store, text: str) -> str:
         text: the id, a unique beginning of it, the submission id of its Ray job, or "last" (the newest measured run).
 
     Raises:
-        LookupFailedError: no run, or more than one.
+        UserError: no run, or more than one.
     """
     if text == "last":
         newest = next(iter(queries.run_ids(store, origin=Origin.MEASURED, limit=1)), None)
         if newest is None:
-            raise LookupFailedError(f"RUN: 'last': no run is stored yet; submit one: nsa submit {example_spec()}")
+            raise UserError(f"RUN: 'last': no run is stored yet; submit one: nsa submit {example_spec()}")
         return newest
     if not text:
-        raise LookupFailedError("RUN: '': is empty; name a run, `nsa runs` lists them")
+        raise UserError("RUN: '': is empty; name a run, `nsa runs` lists them")
     every = queries.run_ids(store)
     if text in every:
         return text
@@ -44,7 +40,7 @@ def find_run(store: Store, text: str) -> str:
     ids = beginning or [run_id for run_id, job in every.items() if job == text]
     if len(ids) != 1:
         what = "no run has this id" if not ids else f"{len(ids)} runs begin so: {', '.join(ids[:4])}"
-        raise LookupFailedError(f"RUN: {shown(text)}: {what}; `nsa runs` lists them")
+        raise UserError(f"RUN: {shown(text)}: {what}; `nsa runs` lists them")
     return ids[0]
 
 
@@ -56,17 +52,8 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 
 def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
-    """A run's point by its index. Raises LookupFailedError."""
+    """A run's point by its index. Raises UserError."""
     row = queries.point(store, f"{run_id}/{index}")
     if row is None:
-        raise LookupFailedError(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
+        raise UserError(f"--point: {index}: run {run_id} has no such point; `nsa show {run_id}` lists them")
     return row
-
-
-def submission_of(store: Store, run_id: str) -> str:
-    """The submission id of a run's Ray job. Raises LookupFailedError if it was not a Ray job."""
-    run = queries.run(store, run_id)
-    job = run and run["submission_id"]
-    if not job:
-        raise LookupFailedError(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
-    return str(job)

@@ -1,16 +1,22 @@
-"""Ray's job submission for `nsa submit`, `logs` and `cancel`; like `ray job submit`, with provenance added."""
+"""Ray's job submission for `nsa submit`, `logs` and `cancel`; like `ray job submit`, with provenance added.
+
+A run is cancelled by stopping its job; where its driver is gone already, its unfinished points are marked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jobs.schema.plain_text import in_a_line
+from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
 from orchestrator.cli.services import asks_for_token, ray_answers
 from orchestrator.errors import UserError
@@ -18,6 +24,10 @@ from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect
 from orchestrator.provenance import git_state
 from orchestrator.settings import Settings
+from orchestrator.store import Store, queries
+from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, held, owner, read
+from orchestrator.store.lease import LeaseHeld
+from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.terminal import warn
 
 if TYPE_CHECKING:
@@ -26,10 +36,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _REASON = 300  # characters
+_CANCELLED = "cancelled by nsa cancel"
 
 
 class SubmissionError(UserError):
     """The cluster cannot be reached or does not know the job. One line: field, value, fix."""
+
+
+class CancelError(UserError):
+    """The run cannot be cancelled from here. One line: field, value, fix."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,103 @@ def job_status(settings: Settings, submission_id: str) -> JobStatus:
 def stop(settings: Settings, submission_id: str) -> bool:
     """Ask Ray to stop the job; its driver then cancels the remaining points. False if it had ended already."""
     return _known(lambda: _client(settings).stop_job(submission_id), submission_id)
+
+
+def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
+    """Stop the run's Ray job; if its driver is gone already, mark its unfinished points as cancelled.
+
+    Returns:
+        One line for the user: what was done.
+
+    Raises:
+        CancelError: the driver is alive but cannot be stopped as a Ray job.
+    """
+    run = queries.run(store, run_id)
+    assert run is not None, "the caller looked the run up"
+    if RunState(run["state"]).ended:
+        return f"{run_id} has ended already: {run['state']}"
+    job = run["submission_id"]
+    try:
+        if job and stop(settings, str(job)):
+            return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
+    except SubmissionError as err:
+        gone = f"its job could not be asked to stop ({err})"
+    else:
+        gone = "its job has ended" if job else "it was not run as a Ray job"
+    count, note = _mark_cancelled(store, run)
+    return f"{gone}; marked {count} unfinished points of {run_id} as cancelled{note}"
+
+
+def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
+    """Cancel the unfinished points in journal and store. Returns their number, and a note for the user."""
+    run_id = run["run_id"]
+    path, note = own_journal(run)
+    alive = CancelError(
+        f"RUN: {run_id!r}: its driver is alive on {run['host'] or 'its host'}; interrupt it there with Ctrl-C, or "
+        "stop its Ray job"
+    )
+    journal: Journal | None = None
+    with ExitStack() as stack:
+        # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
+        try:
+            stack.enter_context(store.lease(run_id))
+            journal = stack.enter_context(Journal(path)) if path else None
+        except LeaseHeld:
+            raise alive from None
+        except JournalError as err:
+            if isinstance(err, JournalHeld) or (path and held(path)):
+                raise alive from None
+            note = f" in the database alone: {in_a_line(path)} cannot be written"
+        if journal is not None:
+            store.apply_each(read(journal.path))  # the database may have missed some
+        records = _endings(store, run_id)
+        if journal is not None:
+            journal.append(records)
+        store.apply_many(records)
+    return sum(isinstance(record, OutcomeRecord) for record in records), note
+
+
+def own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
+    """The run's journal, if it is on this machine; else None, and a note on another file at its path.
+
+    The path is the database's, so that of any imported journal: the file there may be anything.
+    """
+    path = Path(run["artifacts"] or "") / NAME
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None, ""
+        found = owner(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except JournalError as err:
+        why = in_a_line(err)
+    except OSError as err:  # Path.is_file raises it, too
+        why = f"{in_a_line(path)} cannot be looked at ({err.strerror})"
+    else:
+        if found == run["run_id"]:
+            return path, ""
+        of = f"is of the run {found!r}" if found else "has no record"
+        why = f"{in_a_line(path)} {of}, so it stays as it is"
+    return None, f" in the database alone: {why}"
+
+
+def _endings(store: Store, run_id: str) -> list[Record]:
+    """Records that end the run and its unfinished attempts; none if it has ended, as its journal may say."""
+    run = queries.run(store, run_id)
+    assert run is not None, "the caller looked the run up"
+    if RunState(run["state"]).ended:
+        return []
+    outcomes = [
+        OutcomeRecord(
+            run_id=run_id,
+            point_id=row["point_id"],
+            attempt=row["number"],
+            state=PointState.CANCELLED,
+            reason=_CANCELLED,
+        )
+        for row in queries.unended_attempts(store, run_id).to_dict("records")
+    ]
+    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_CANCELLED, resumed=run["resumed"])]
 
 
 def no_cluster(settings: Settings) -> SubmissionError:

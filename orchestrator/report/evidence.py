@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import yaml
@@ -17,11 +17,11 @@ from pydantic_core import to_jsonable_python
 
 from jobs.schema.axes import AXES, MORE
 from jobs.schema.states import PointState
-from orchestrator.judge.analysis import Fit, scaling_fits
+from orchestrator.judge.analysis import scaling_fits
 from orchestrator.report.numbers import amount
 from orchestrator.store import Store, queries
 
-Row = Mapping[str, Any]
+Row = Mapping[Any, Any]
 LoadSpec = Callable[[str, Sequence[str]], Any]
 """Reads a ready spec by its file's name, with settings, as a Pydantic model. Raises UserError."""
 
@@ -44,34 +44,26 @@ class Evidence:
         self.store = store
         self.load = load
         self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
-        self._points: dict[str, list[dict[str, Any]]] = {}
-        self._values: dict[str, dict[str, dict[str, tuple[float, str]]]] = {}
-        self._fits: dict[str, list[Fit]] = {}
+        self.points = cache(lambda run_id: queries.states(store, run_ids=[run_id]).to_dict("records"))
+        self.fits = cache(lambda run_id: scaling_fits(queries.scaling(store, run_ids=[run_id])))
+        self._values = cache(self._read_values)
 
     def spec(self, file: str, *settings: str, without: Sequence[str] = ()) -> Spec:
         """A ready spec with settings; its runs are those submitted with them, and not with one of `without`."""
         return Spec(self, file, settings, without)
 
-    def points(self, run_id: str) -> Sequence[Row]:
-        if run_id not in self._points:
-            self._points[run_id] = queries.states(self.store, run_ids=[run_id]).to_dict("records")
-        return self._points[run_id]
-
     def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
         """A point's metrics: value and unit by name."""
-        run_id = row["run_id"]
-        if run_id not in self._values:
-            found = self._values.setdefault(run_id, {})
-            frame = queries.measurements(self.store, run_ids=[run_id])
-            columns = (frame[name] for name in ("point_id", "metric", "value", "unit"))
-            for point_id, metric, value, unit in zip(*columns, strict=True):
-                found.setdefault(point_id, {})[metric] = value, unit
-        return self._values[run_id].get(row["point_id"], {})
+        return self._values(row["run_id"]).get(row["point_id"], {})
 
-    def fits(self, run_id: str) -> list[Fit]:
-        if run_id not in self._fits:
-            self._fits[run_id] = scaling_fits(queries.scaling(self.store, run_ids=[run_id]))
-        return self._fits[run_id]
+    def _read_values(self, run_id: str) -> dict[str, dict[str, tuple[float, str]]]:
+        """A run's metrics by point and name."""
+        found: dict[str, dict[str, tuple[float, str]]] = {}
+        frame = queries.measurements(self.store, run_ids=[run_id])
+        columns = (frame[name] for name in ("point_id", "metric", "value", "unit"))
+        for point_id, metric, value, unit in zip(*columns, strict=True):
+            found.setdefault(point_id, {})[metric] = value, unit
+        return found
 
 
 class Spec:
@@ -83,12 +75,7 @@ class Spec:
         self.settings = settings
         self._without = without
 
-    @cached_property
-    def _submitted(self) -> dict[str, Any]:
-        """The spec with its settings, as a run of it keeps it."""
-        return self._loaded(self.settings).model_dump(mode="json")
-
-    def _loaded(self, settings: Iterable[str]) -> Any:
+    def _loaded(self, settings: Sequence[str]) -> Any:
         return self._evidence.load(self.file, tuple(settings))
 
     @property
@@ -97,13 +84,13 @@ class Spec:
 
     @property
     def not_measured(self) -> Markup:
-        return Markup("not measured: `{}`").format(Markup(self.title))
+        return Markup("not measured: `{}`").format(self.title)
 
     @cached_property
     def runs(self) -> list[Row]:
         """The runs of the spec with its settings, newest first."""
         kind = type(self._loaded(()))
-        own = _complete(self._submitted, kind)
+        own = _complete(self._loaded(self.settings).model_dump(mode="json"), kind)
         wanted = {name: _setting(own, name) for name in (each.partition("=")[0] for each in self.settings)}
         refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in self._without)]
         found = []
@@ -134,7 +121,7 @@ class Spec:
     def points(self, **axes: object) -> list[Row]:
         """Ended points with these axes, of the newest run that has some; `env` and `python` are the usual ones."""
         for run in self.runs:
-            rows = [row for row in self._evidence.points(run["run_id"]) if row["state"] not in _OPEN]
+            rows: list[Row] = [row for row in self._evidence.points(run["run_id"]) if row["state"] not in _OPEN]
             if found := [row for row in rows if _matches(row, {"env": None, "python": None, **axes})]:
                 return found
         return []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -15,6 +15,7 @@ from rich.text import Text
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.plain_text import for_file, for_html, in_a_line
 from orchestrator.judge.analysis import surroundings
+from orchestrator.report.series import text
 
 _COLORS = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLORS |= {"missing": "yellow", "broken": "red"}
@@ -69,32 +70,19 @@ class Table:
 
 def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
     """Heads as "12/2 d64", with a model's layers; empty if the heads are unknown."""
-    if missing(query_heads) or missing(kv_heads):
+    heads, groups, dim, depth = map(whole, (query_heads, kv_heads, head_dim, layers))
+    if not heads or not groups:
         return ""
-    heads = f"{whole(query_heads)}/{whole(kv_heads)}" + ("" if missing(head_dim) else f" d{whole(head_dim)}")
-    return heads + ("" if missing(layers) else f", {whole(layers)} layers")
+    return f"{heads}/{groups}" + (f" d{dim}" if dim else "") + (f", {depth} layers" if depth else "")
 
 
-def shape_of(row: Mapping[str, Any]) -> str:
+def shape_of(row: Mapping[Any, Any]) -> str:
     """The shape of a row or a fit's series, with its kind-specific axes, environment variables and interpreter."""
     sizes = [row.get(name) for name in ("query_heads", "kv_heads", "head_dim", "layers")]
-    more = [f"{name.removeprefix(MORE)} {_plain(row[name])}" for name in more_columns(row) if not _none(row[name])]
+    more = [f"{name.removeprefix(MORE)} {text(row[name])}" for name in more_columns(row) if text(row[name])]
     return ", ".join(filter(None, (shape(*sizes), *more, *surroundings(row))))
-
-
-def _none(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def whole(value: float | None) -> str:
     """A whole number with thousands separators; empty for None and NaN."""
-    return "" if value is None or math.isnan(value) else f"{int(value):,}"
-
-
-def missing(value: float | None) -> bool:
-    """Whether a frame's value is None or NaN."""
-    return value is None or math.isnan(value)
+    return "" if value is None or pd.isna(value) else f"{int(value):,}"

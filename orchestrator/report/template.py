@@ -17,6 +17,7 @@ from markupsafe import Markup
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
+from jobs.schema import plain_text
 from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_line
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
@@ -97,25 +98,12 @@ class _Templates:
             keep_trailing_newline=True,
             extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
         )
-        environment.filters |= {
-            "number": number,
-            "rate": rate,
-            "amount": amount,
-            "code": _code,
-            "tally": tally,
-            "device": device,
-        }
-        environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
-        environment.globals |= {
-            "any": ANY,
-            "runs": self._evidence.runs,
-            **{each.__name__: each for each in (self.query, self.table, self.measured, self.chart, self.fits)},
-            **{
-                each.__name__: each
-                for each in (self.benches, self.bench_tables, self.decisions, self.quantity, take_overs)
-            },
-            "spec": self._evidence.spec,
-        }
+        filters = (number, rate, amount, code, tally, device, from_json)
+        figures = (self.query, self.table, self.measured, self.chart, self.fits, self.benches, self.bench_tables)
+        functions = (*figures, self.decisions, self.quantity, self._evidence.spec, take_overs)
+        environment.filters |= {each.__name__: each for each in filters}
+        environment.globals |= {each.__name__: each for each in functions}
+        environment.globals |= {"any": ANY, "runs": self._evidence.runs}
         try:
             rendered = environment.get_template(name).render()
         except Exception as err:  # whatever a template does wrong
@@ -228,12 +216,20 @@ class _Templates:
 
     def quantity(self, name: str) -> Any:
         """A quantity that the runs declare: its title, unit and whether more of it is better."""
-        return queries.quantities(self._store, self._run_ids).of(name)
+        declared = queries.quantities(self._store, self._run_ids)
+        if not any(each.declares(name) for each in declared):
+            raise ReportError(f"quantity: {name!r}: no run declares it; use one of {', '.join(declared.names())}")
+        return declared.of(name)
 
 
-def _code(value: object) -> Markup:
+def code(value: object) -> Markup:
     """A value as code in Markdown."""
-    return Markup(f"`{in_a_line(value).replace('`', chr(39))}`")
+    return Markup(plain_text.code(value))
+
+
+def from_json(value: object) -> Any:
+    """A column of JSON as its value: SQLite's driver returns its text."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _message(err: Exception) -> str:

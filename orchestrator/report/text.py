@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -15,7 +14,7 @@ from orchestrator.judge.analysis import Fit
 from orchestrator.judge.verdicts import TargetVerdict
 from orchestrator.report import bench_text
 from orchestrator.report.content import Content
-from orchestrator.report.table import Table, missing, shape, shape_of, whole
+from orchestrator.report.table import Table, shape, shape_of, whole
 
 _NAME = 100  # characters of a run's name or a quantity's title
 _NOTE = 4_000
@@ -23,7 +22,10 @@ _NOTE = 4_000
 
 def to_markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
     """The report in Markdown; `charts`: image file of each drawn quantity."""
-    parts = [f"# {for_file(_title(content))}", *(f"![{_alt(quantity)}]({file})" for quantity, file in charts.items())]
+    parts = [f"# {for_file(_title(content))}"]
+    for quantity, file in charts.items():
+        title = re.sub(r"[\[\]<>`\\]", " ", in_a_line(f"{quantity.title} per sequence", _NAME))
+        parts.append(f"![{title}]({file})")
     for table in _tables(content):
         parts.append(f"## {for_file(table.title)}")
         parts += [for_file(table.note, _NOTE)] if table.note else []
@@ -35,7 +37,8 @@ def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
     """The report as one self-contained HTML file; `charts`: SVG text of each drawn quantity."""
     parts = [f"<h1>{for_html(_title(content))}</h1>"]
     for quantity, svg in charts.items():
-        parts.append(f"<figure><figcaption>{for_html(_chart_title(quantity))}</figcaption>{svg}</figure>")
+        title = for_html(f"{quantity.title} per sequence")
+        parts.append(f"<figure><figcaption>{title}</figcaption>{svg}</figure>")
     for table in _tables(content):
         parts.append(f"<h2>{for_html(table.title)}</h2>")
         parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
@@ -43,15 +46,6 @@ def to_html(content: Content, charts: Mapping[Quantity, str]) -> str:
     title = for_html(_title(content))
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
-
-
-def _chart_title(quantity: Quantity) -> str:
-    return f"{quantity.title} per sequence"
-
-
-def _alt(quantity: Quantity) -> str:
-    """A chart's title that cannot end the brackets around it."""
-    return re.sub(r"[\[\]<>`\\]", " ", in_a_line(_chart_title(quantity), _NAME))
 
 
 def _title(content: Content) -> str:
@@ -195,10 +189,11 @@ def _measured(content: Content) -> Table:
             whole(row["seq_len"]),
             whole(row["batch"]),
             str(row["metric"]),
-            f"{row['value']:,.4g}" + _interval(row["ci_low"], row["ci_high"]),
+            f"{row['value']:,.4g}"
+            + ("" if pd.isna(row["ci_low"]) else f" ({row['ci_low']:,.4g} to {row['ci_high']:,.4g})"),
             str(row["unit"]),
         ]
-        for row in _records(ordered)
+        for row in ordered.to_dict("records")
     ]
     columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
     return Table("Results", "The whole batch; brackets hold the interval of the median.", columns, rows)
@@ -213,7 +208,7 @@ def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table
         key=lambda one: (content.quantities.place(one[0]), one),
     )
     values: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-    for row in _records(metrics):
+    for row in metrics.to_dict("records"):
         point = content.run_names[row["run_id"]], row["label"]
         values.setdefault(point, {})[row["metric"], row["unit"]] = row["value"]
     rows = [
@@ -221,10 +216,6 @@ def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table
     ]
     headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
     yield Table(title, "", ["run", "point", *headings], rows)
-
-
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _peers(peers: pd.DataFrame) -> Table:
@@ -274,7 +265,7 @@ def _methods(content: Content) -> Table:
     metrics = content.metrics
     named = metrics.loc[metrics["method"] != "", ["metric", "unit", "method"]].drop_duplicates().sort_values("metric")
     alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in _records(named):
+    for row in named.to_dict("records"):
         declared = content.quantities.of(row["metric"], row["unit"])
         family = declared.role is Role.STAGE
         metric, title = ("stage_*", "Stage") if family else (row["metric"], declared.title)
@@ -285,10 +276,6 @@ def _methods(content: Content) -> Table:
         for (metric, title, unit, _), methods in alike.items()
     ]
     return Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "" if missing(low) or missing(high) else f" ({low:,.4g} to {high:,.4g})"
 
 
 _STYLE = (

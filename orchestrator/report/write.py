@@ -33,7 +33,7 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
         ReportError: the format is unknown, or there are no runs.
     """
     if format in ("csv", "json"):
-        return _exported(store, _some(run_ids), format)
+        return (to_csv if format == "csv" else to_json)(store, _some(run_ids))
     content = collect(store, _some(run_ids))
     match format:
         case "md":
@@ -71,10 +71,6 @@ def _write_markdown(store: Store, run_ids: Sequence[str], path: Path) -> list[Pa
     files = {quantity: quote(image.name) for quantity, image in images.items()}
     write_output(path, to_markdown(content, files))
     return [path, *images.values()]
-
-
-def _exported(store: Store, run_ids: Sequence[str], format: str) -> str:
-    return to_csv(store, run_ids) if format == "csv" else to_json(store, run_ids)
 
 
 def _some(run_ids: Sequence[str]) -> Sequence[str]:

@@ -34,6 +34,20 @@ def stored(home: Path, sweep: Callable[..., list[Record]]) -> Callable[[Path | s
     return store_in
 
 
+@pytest.fixture
+def cancelled(nsa: Nsa, home: Path) -> Callable[[str], None]:
+    """Cancels `r2`, and checks that it is done in the database alone, with a line that says why."""
+
+    def check(why: str) -> None:
+        done = nsa("cancel", "r2")
+        assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
+        assert f"marked 4 unfinished points of r2 as cancelled in the database alone: {why}" in done.out
+        assert len(done.out) < 1500
+        assert states(home) == {"cancelled"}
+
+    return check
+
+
 def write(path: Path, records: list[Record]) -> bytes:
     with Journal(path) as journal:
         journal.append(records)
@@ -45,29 +59,21 @@ def states(home: Path) -> set[str]:
         return set(queries.points(store, "r2")["state"])
 
 
-def test_the_journal_of_another_run_stays_as_it_is(nsa: Nsa, home: Path, sweep, stored) -> None:
-    """Its path comes with an imported journal, so it may be any."""
+@pytest.mark.parametrize("content", [None, b"", b"a torn line", b"no journal\n"])
+def test_a_file_that_is_not_its_journal_stays_as_it_is(
+    home: Path, sweep, stored, cancelled, content: bytes | None
+) -> None:
+    """Its path comes with an imported journal, so it may be any. None: the journal of another run."""
     path = home / "other" / "journal.jsonl"
     stored(path.parent)
-    before = write(path, sweep("r1"))
-    done = nsa("cancel", "r2")
-    assert (done.code, done.err) == (0, "")
-    assert f"in the database alone: {path} is of the run 'r1', so it stays as it is" in done.out
-    assert done.out.count("\n") == 1
-    assert path.read_bytes() == before
-    assert states(home) == {"cancelled"}
-
-
-@pytest.mark.parametrize("content", [b"", b"a torn line", b"no journal\n"])
-def test_a_file_that_is_no_journal_stays_as_it_is(nsa: Nsa, home: Path, stored, content: bytes) -> None:
-    path = home / "other" / "journal.jsonl"
-    stored(path.parent)
-    path.parent.mkdir()
-    path.write_bytes(content)
-    done = nsa("cancel", "r2")
-    assert (done.code, "in the database alone" in done.out, done.out.count("\n")) == (0, True, 1)
+    if content is None:
+        content = write(path, sweep("r1"))
+        cancelled(f"{path} is of the run 'r1', so it stays as it is")
+    else:
+        path.parent.mkdir()
+        path.write_bytes(content)
+        cancelled("")
     assert path.read_bytes() == content
-    assert states(home) == {"cancelled"}
 
 
 @pytest.fixture
@@ -83,40 +89,29 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(Path, "open", refuse)
 
 
-def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver(nsa: Nsa, home: Path, stored, read_only) -> None:
+def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver_but_its_lock_is(
+    nsa: Nsa, home: Path, stored, read_only, cancelled
+) -> None:
     path = home / "own" / "journal.jsonl"
     before = write(path, stored(path.parent))
-    read_only()
-    done = nsa("cancel", "r2")
-    assert (done.code, done.err) == (0, "")
-    assert f"marked 4 unfinished points of r2 as cancelled in the database alone: {path} cannot be" in done.out
-    assert path.read_bytes() == before
-    assert states(home) == {"cancelled"}
-
-
-def test_the_lock_of_a_journal_that_cannot_be_written_is_seen(nsa: Nsa, home: Path, stored, read_only) -> None:
-    path = home / "own" / "journal.jsonl"
-    write(path, stored(path.parent))
     with Journal(path):
         read_only()
         done = nsa("cancel", "r2")
     assert (done.code, "its driver is alive" in done.err) == (2, True)
     assert states(home) == {"pending"}
+    cancelled(f"{path} cannot be written")
+    assert path.read_bytes() == before
 
 
-def test_a_path_longer_than_any_is_told_in_a_line(nsa: Nsa, home: Path, stored) -> None:
+def test_a_path_longer_than_any_is_reported_in_a_line(stored, cancelled) -> None:
     stored("/" + "x" * 5000)
-    done = nsa("cancel", "r2")
-    assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
-    assert "cannot be looked at (File name too long)" in done.out
-    assert len(done.out) < 1500
-    assert states(home) == {"cancelled"}
+    cancelled("/xxx")
 
 
 BELOW = """
 import os, sys
 from pathlib import Path
-from orchestrator.cli import cancel
+from orchestrator.cli import submission
 from orchestrator.store.journal import Journal, JournalError
 from orchestrator.run import resume
 
@@ -129,7 +124,7 @@ if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-print(cancel._own_journal({"run_id": "r2", "artifacts": str(folder)}))
+print(submission.own_journal({"run_id": "r2", "artifacts": str(folder)}))
 try:
     with resume.opened("r2", folder):
         pass
@@ -138,7 +133,7 @@ except JournalError as error:
 """
 
 
-def test_a_folder_that_may_not_be_entered_is_told_in_a_line(home: Path, stored) -> None:
+def test_a_folder_that_may_not_be_entered_is_reported_in_a_line(stored) -> None:
     """In a process without root's rights, as root may enter every folder."""
     with tempfile.TemporaryDirectory() as open_to_all:
         os.chmod(open_to_all, 0o755)

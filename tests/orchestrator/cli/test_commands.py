@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,21 +37,21 @@ def results(home: Path, sweep: Callable[..., list]) -> None:
 
 @pytest.mark.usefixtures("results")
 class TestWithResults:
-    def test_runs_lists_the_run_with_its_counts(self, nsa: Nsa) -> None:
-        done = nsa("runs")
+    @pytest.mark.parametrize(
+        ("command", "texts"),
+        [
+            (["runs"], [rf"{RUN} +scaling +measured +done"]),
+            (["show", "last"], ["no progress for 120 s", r"( ok (.|\n)*){12}"]),
+            (["show", "20261120", "--point", "0"], ["peak_extra_memory", "MiB"]),  # a unique beginning
+            (["logs", "last", "--point", "0"], [r"stdout\.txt"]),
+            (["report", "last"], [r"1\.95", r"1\.02"]),
+            (["cancel", "last"], ["has ended already: done"]),
+        ],
+    )
+    def test_a_command_prints_what_is_stored(self, nsa: Nsa, command: list[str], texts: list[str]) -> None:
+        done = nsa(*command)
         assert done.code == 0
-        row = next(line for line in done.out.splitlines() if RUN in line)
-        assert row.split()[1:4] == ["scaling", "measured", "done"]
-
-    def test_show_lists_points_with_states_and_reasons(self, nsa: Nsa) -> None:
-        out = nsa("show", "last").out
-        assert "no progress for 120 s" in out
-        assert out.count(" ok ") >= 12
-
-    def test_show_point_prints_metrics_with_units(self, nsa: Nsa) -> None:
-        out = nsa("show", RUN, "--point", "0").out
-        assert "peak_extra_memory" in out
-        assert "MiB" in out
+        assert all(re.search(text, done.out) for text in texts), done.out
 
     def test_show_point_tells_times_as_they_are_said(self, nsa: Nsa, home: Path) -> None:
         metric = MetricData(name="planned_time", unit="h", value=0.215124, p10=0.2, p90=0.25)
@@ -61,9 +62,6 @@ class TestWithResults:
             store.apply(OutcomeRecord(run_id=RUN, point_id=point, attempt=1, state=PointState.OK, metrics=(metric,)))
         line = next(line for line in nsa("show", RUN, "--point", "900").out.splitlines() if "planned_time" in line)
         assert line.split()[:7] == ["planned_time", "12.9", "min", "12", "min", "15", "min"]
-
-    def test_a_run_is_found_by_a_unique_beginning(self, nsa: Nsa) -> None:
-        assert nsa("show", "20261120").code == 0
 
     def test_an_ambiguous_beginning_names_the_candidates(self, nsa: Nsa, home: Path) -> None:
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
@@ -97,30 +95,12 @@ class TestWithResults:
         assert done.code in (1, 3)  # a hang in the sweep rules out GO
         assert "UNKNOWN" in done.out  # the GPU rules have no evidence here
 
-    def test_report_prints_exponents(self, nsa: Nsa) -> None:
-        out = nsa("report", "last").out
-        assert "1.95" in out
-        assert "1.02" in out
-
     def test_export_writes_rows(self, nsa: Nsa, tmp_path: Path) -> None:
         assert nsa("export", "--out", str(tmp_path / "r.csv")).code == 0
         rows = pd.read_csv(tmp_path / "r.csv")
         assert (rows["metric"] == "peak_extra_memory").sum() == 12  # 3 implementations, 4 lengths
         assert nsa("export", "--out", str(tmp_path / "r.json")).code == 0
         assert json.loads((tmp_path / "r.json").read_text())[0]["run_id"] == RUN
-
-    def test_cancel_of_an_ended_run_says_so(self, nsa: Nsa) -> None:
-        assert "has ended already: done" in nsa("cancel", "last").out
-
-    def test_cancel_marks_the_unfinished_points_of_a_dead_driver(
-        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
-    ) -> None:
-        unfinished = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
-        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
-            store.apply_many(unfinished)
-        assert "marked 4 unfinished points" in nsa("cancel", "r2").out
-        out = nsa("show", "r2").out
-        assert out.count("cancelled by nsa cancel") == 4
 
     def test_cancel_leaves_a_living_driver_alone(self, nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
         path = self.unfinished(home, sweep)
@@ -141,6 +121,8 @@ class TestWithResults:
         assert nsa("import", str(path)).code == 0
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
+        assert nsa("show", "r2").out.count("cancelled by nsa cancel") == 4
+        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             begun = StartRecord(run_id="r2", point_id="r2/0", attempt=2)
             store.apply(begun)  # a resumed run's first attempt shows at once
             assert queries.points(store, "r2")["state"].tolist() == ["running"] + ["cancelled"] * 3
@@ -160,11 +142,6 @@ class TestWithResults:
         done = nsa("logs", "last")
         assert done.code == 2
         assert "--point" in done.err
-
-    def test_logs_of_a_point_print_its_output(self, nsa: Nsa) -> None:
-        done = nsa("logs", "last", "--point", "0")
-        assert done.code == 0
-        assert "stdout.txt" in done.out
 
 
 BAD = {
@@ -248,7 +225,7 @@ def test_a_points_reason_is_shown_without_markup(nsa: Nsa, home: Path, sweep: Ca
 
 def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> None:
     done = nsa("doctor")
-    assert f"NSA_HOME           {home}" in done.out.replace(" " * 20, " " * 11) or str(home) in done.out
+    assert str(home) in done.out
     for name in ("NSA_DATABASE_URL", "NSA_RAY_DASHBOARD", "NSA_ARTIFACTS", "NSA_DASHBOARD_PORT", "NSA_GATES"):
         assert name in done.out
     assert "environment" in done.out
@@ -271,16 +248,12 @@ def test_doctor_says_which_dense_kernels_are_there(home: Path, monkeypatch: pyte
     assert "not installed on the GPU host: pip install flash-attn;" in found["flash-attn-2"].detail
 
 
-def test_db_upgrade_makes_a_database_that_status_reads(nsa: Nsa, home: Path) -> None:
-    assert nsa("db", "upgrade").code == 0
-    assert (home / "nsa.db").exists()
-    assert nsa("status").code == 0
-
-
-def test_queries_before_any_run_give_a_fix(nsa: Nsa) -> None:
+def test_queries_before_any_run_give_a_fix_and_db_upgrade_is_one(nsa: Nsa) -> None:
     done = nsa("runs")
     assert done.code == 2
-    assert "nsa db upgrade" in done.err or "run a job" in done.err
+    assert "nsa db upgrade" in done.err
+    assert nsa("db", "upgrade").code == 0
+    assert nsa("status").code == 0
 
 
 @pytest.mark.parametrize("password", ["se/cret", "se cret", "se@cret", "se:cret", "se#cret", "se?cret"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cli.lookup import LookupFailedError, find_run
+from orchestrator.cli.lookup import find_run
+from orchestrator.errors import UserError
 from orchestrator.store import Store
 
 RUN = "20261120-120000-demo-abcd"
@@ -20,5 +21,5 @@ def test_a_run_is_found_by_its_id_its_beginning_and_its_job(sqlite_store: Store,
 
 def test_a_job_without_a_run_is_not_found(sqlite_store: Store, sweep):
     sqlite_store.apply_many(sweep())
-    with pytest.raises(LookupFailedError, match="'bench-1': no run has this id"):
+    with pytest.raises(UserError, match="'bench-1': no run has this id"):
         find_run(sqlite_store, "bench-1")

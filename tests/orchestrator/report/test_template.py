@@ -102,6 +102,7 @@ def test_a_chart_is_written_beside_the_report(rendered: Render, tmp_path: Path, 
             "report.md.j2:1: query: 'attach database 1 as x': is no query; begin",
         ),
         ("{{ chart('time', branch='slc') }}", "report.md.j2:1: chart: 'branch': is no axis; use one of "),
+        ("{{ quantity('zzz') }}", "report.md.j2:1: quantity: 'zzz': no run declares it; use one of time, "),
         ("{% include 'other.j2' %}", "report.md.j2:1: 'other.j2' not found"),
     ],
 )

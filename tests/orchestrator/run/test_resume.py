@@ -15,8 +15,8 @@ from processes import descendants, wait_for
 from typer.testing import CliRunner
 
 from orchestrator import provenance
-from orchestrator.cli.cancel import CancelError, cancel_run
 from orchestrator.cli.commands import app
+from orchestrator.cli.submission import CancelError, cancel_run
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, importer, journal, queries
