@@ -80,11 +80,6 @@ def _file(stream: Any) -> object:
     return getattr(buffer, "raw", buffer)  # no buffer is between them where PYTHONUNBUFFERED is set
 
 
-def on_a_terminal() -> bool:
-    """Whether standard output is shown on a terminal as it comes."""
-    return sys.stdout.isatty()
-
-
 def say(text: object = "", end: str = "\n") -> None:
     """Print text on standard output, at once."""
     print(printable(str(text)), end=end, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,6 @@ from jobs.schema.plain_text import for_file, in_a_line
 from jobs.schema.states import Origin, RunState
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
-from orchestrator.terminal import on_a_terminal
 
 if TYPE_CHECKING:
     from jobs.diagnosis.advice import Diagnosis
@@ -77,7 +77,7 @@ def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Ite
 
 def _shown() -> Shown:
     """Function that makes a string plain text on standard output: a terminal, or else Markdown."""
-    return in_a_line if on_a_terminal() else for_file
+    return in_a_line if sys.stdout.isatty() else for_file
 
 
 def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str, Any]]:

@@ -169,11 +169,12 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            rows, texts = [], _Texts()
+            rows, texts = [], {}  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:
                 if cells:
                     place = f"{path.name} line {lines.line_num}"
-                    rows.append(reported.Row(zip(columns, map(texts.__getitem__, cells), strict=False), file=place))
+                    shared = (texts.setdefault(cell, from_csv_cell(cell)) for cell in cells)
+                    rows.append(reported.Row(zip(columns, shared, strict=False), file=place))
             ended = os.pread(file.fileno(), 1, max(0, size - 1)) in (b"\n", b"\r")
             if not ended and len(cells) < len(columns):  # cut off, perhaps in a number
                 raise ImportFileError(
@@ -186,13 +187,6 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
     except csv.Error as err:
         raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None
-
-
-class _Texts(dict[str, str]):
-    """The texts of cells, one for all equal ones: most cells of a table repeat others."""
-
-    def __missing__(self, cell: str) -> str:
-        return self.setdefault(cell, from_csv_cell(cell))
 
 
 def _begun(session: Session, begin: RunRecord) -> bool:

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -43,9 +44,10 @@ class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mi
 
 
 class Journal:
-    """The journal of one run, locked for appending by this process.
+    """The journal of one run, locked for appending by this process; one thread may append while another reads.
 
-    One thread may append while another reads.
+    Attributes:
+        end: size in bytes; all of its records are on disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,15 +72,10 @@ class Journal:
             raise JournalHeld(
                 f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
             ) from None
-        self._end = _whole(path)
-        self._file.truncate(self._end)
+        self.end = _whole(path)
+        self._file.truncate(self.end)
         self._torn = False
         _sync_folder(path.parent)
-
-    @property
-    def end(self) -> int:
-        """The journal's size in bytes: all of its records are on disk."""
-        return self._end
 
     def append(self, records: Iterable[Record]) -> None:
         """Append records and sync them to disk: all of them or none.
@@ -88,13 +85,13 @@ class Journal:
         if not self._in_place():
             raise JournalFull(f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back")
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
-        fd, left = self._file.fileno(), memoryview(lines)
+        fd, remaining = self._file.fileno(), memoryview(lines)
         try:
             if self._torn:
                 self._cut()
-            while left:
+            while remaining:
                 self._torn = True
-                left = left[os.write(fd, left) :]
+                remaining = remaining[os.write(fd, remaining) :]
             os.fsync(fd)
         except OSError as err:
             with contextlib.suppress(OSError):
@@ -103,7 +100,7 @@ class Journal:
                 f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); free space there"
             ) from None
         self._torn = False
-        self._end += len(lines)
+        self.end += len(lines)
 
     def records(self, start: int, most: int) -> tuple[list[Record], int]:
         """At most `most` records from byte `start` on, where a record begins, and the byte after them.
@@ -111,9 +108,10 @@ class Journal:
         Raises:
             JournalError: the file was changed by another process.
         """
-        left, size, data = self._end - start, _BLOCK, b""
-        while left and b"\n" not in data:
-            if len(data) == left or len(data := self._read(start, min(size, left))) < min(size, left):
+        remaining, size, data = self.end - start, _BLOCK, b""
+        while remaining and b"\n" not in data:
+            size = min(size, remaining)
+            if len(data) == remaining or len(data := os.pread(self._file.fileno(), size, start)) < size:
                 raise JournalError(f"journal: {str(self.path)!r}: was changed by another process; leave it alone")
             size *= 4
         lines = data.split(b"\n")[:-1][:most]
@@ -121,7 +119,7 @@ class Journal:
 
     def count(self, start: int) -> int:
         """The number of records from byte `start` on."""
-        return self._read(start, self._end - start).count(b"\n")
+        return os.pread(self._file.fileno(), self.end - start, start).count(b"\n")
 
     def _in_place(self) -> bool:
         """Whether the file is the one that readers find."""
@@ -130,12 +128,9 @@ class Journal:
         except OSError:
             return False
 
-    def _read(self, start: int, size: int) -> bytes:
-        return os.pread(self._file.fileno(), size, start)
-
     def _cut(self) -> None:
         """Remove what a failed `append` has written."""
-        self._file.truncate(self._end)
+        self._file.truncate(self.end)
         self._torn = False
 
     def close(self) -> None:
@@ -189,23 +184,20 @@ def held(path: Path) -> bool:
 def _lines(path: Path) -> Iterator[bytes]:
     """Lines with their ends. Raises JournalError."""
     try:
-        if path.name.endswith(COMPRESSED):
-            yield from _expanded(path)
-            return
         with open_regular(path) as file:
-            yield from file
+            yield from _expanded(path, file) if path.name.endswith(COMPRESSED) else file
     except (gzip.BadGzipFile, zlib.error, EOFError) as err:
         raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
     except OSError as err:
         raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
 
 
-def _expanded(path: Path) -> Iterator[bytes]:
-    left = EXPANDED_LIMIT
-    with open_regular(path) as archive, gzip.open(archive) as file:
-        while line := file.readline(left + 1):
-            left -= len(line)
-            if left < 0:
+def _expanded(path: Path, archive: BinaryIO) -> Iterator[bytes]:
+    room = EXPANDED_LIMIT
+    with gzip.open(archive) as file:
+        while line := file.readline(room + 1):
+            room -= len(line)
+            if room < 0:
                 raise JournalError(
                     f"journal: {str(path)!r}: expands to more than {EXPANDED_LIMIT >> 20} MiB; if it is a journal "
                     "indeed, expand it first and give the journal.jsonl"

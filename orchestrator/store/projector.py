@@ -31,6 +31,7 @@ class Projector(threading.Thread):
         refused: why the database takes nothing of this run any more; None while it does.
         replacements: records to be journalled because the database has refused others.
         answered_at: time (monotonic) of the database's last answer.
+        offset: the byte of the journal up to which its records are stored.
         database: its URL without a password, for messages.
     """
 
@@ -42,17 +43,12 @@ class Projector(threading.Thread):
         self.answered_at = time.monotonic()
         self.database = store.name
         self._run_id, self._store, self._journal = run_id, store, journal
-        self._offset = 0
+        self.offset = 0
         self._beats: dict[str, tuple[Any, ...]] = {}  # point id -> its latest: only the present matters
         self._wake, self._stop_asked = threading.Event(), threading.Event()
         self._asked_at: float | None = None
         self._renewed_at = float("-inf")
         self._retry_s = _FIRST_RETRY_S
-
-    @property
-    def offset(self) -> int:
-        """The byte of the journal up to which its records are stored."""
-        return self._offset
 
     @property
     def silent_s(self) -> float:
@@ -105,22 +101,24 @@ class Projector(threading.Thread):
             self._wake.wait(RENEW_S)
 
     def _store_all(self) -> None:
-        while self._offset < self._journal.end:
-            records, end = self._journal.records(self._offset, _BATCH)
+        while self.offset < self._journal.end:
+            records, end = self._journal.records(self.offset, _BATCH)
             try:
                 self._store.apply_many(records)
             except RunMissingError:
-                if self._offset == 0:
+                if self.offset == 0:
                     raise
-                self._start_again()
+                self.offset, self._renewed_at = 0, float("-inf")  # the database was replaced by an older or empty one
+                message = "the database had lost this run; what the journal has of it was stored again"
+                self.replacements.put(EventRecord(run_id=self._run_id, level="warning", message=message))
                 continue
             except StoreUnavailable:
                 raise
             except Exception:
                 self._store_each(records)
-            self._offset = end
+            self.offset = end
             self._answered()
-        if self._offset and time.monotonic() - self._renewed_at > RENEW_S:  # before, the run has no row
+        if self.offset and time.monotonic() - self._renewed_at > RENEW_S:  # before, the run has no row
             self._store.take_lease(self._run_id)
             self._renewed_at = time.monotonic()
             self._answered()
@@ -140,12 +138,6 @@ class Projector(threading.Thread):
             if isinstance(record, RunRecord) or (isinstance(record, EventRecord) and record.point_id is None):
                 raise StoreError(reason)  # nothing can be said in its place
             self.replacements.put(_replacement(record, reason))
-
-    def _start_again(self) -> None:
-        """Begin with the whole journal again: the database was replaced by an older or an empty one."""
-        self._offset, self._renewed_at = 0, float("-inf")
-        message = "the database had lost this run; what the journal has of it was stored again"
-        self.replacements.put(EventRecord(run_id=self._run_id, level="warning", message=message))
 
     def _answered(self) -> None:
         self.answered_at = time.monotonic()

@@ -21,7 +21,6 @@ from orchestrator.store import journal
 from orchestrator.store.records import (
     RECORD,
     ArtifactRecord,
-    EventRecord,
     OutcomeRecord,
     Record,
     RunEndRecord,
@@ -80,20 +79,16 @@ def public(records: Iterable[Record]) -> list[Record]:
 
 
 def _public(record: Record, hosts: dict[str, str]) -> Record:
+    changes: dict[str, Any] = {}
     match record:
-        case RunRecord():
-            host = record.host and hosts[record.host]
-            return record.model_copy(update={"host": host, "artifacts": None, "artifact_store": None})
-        case StartRecord():
-            return record.model_copy(update={"node": record.node and hosts[record.node]})
-        case OutcomeRecord():
-            changes = {"environment": _environment(record.environment, hosts)}
-            return record.model_copy(update={**changes, "reason": record.reason and _text(record.reason, hosts)})
-        case EventRecord():
-            return record.model_copy(update={"message": _text(record.message, hosts)})
-        case RunEndRecord():
-            return record.model_copy(update={"reason": record.reason and _text(record.reason, hosts)})
-    return record
+        case RunRecord(host=host):
+            changes = {"host": host and hosts[host], "artifacts": None, "artifact_store": None}
+        case StartRecord(node=node):
+            changes = {"node": node and hosts[node]}
+        case OutcomeRecord(environment=environment):
+            changes = {"environment": _environment(environment, hosts)}
+    texts = {name: getattr(record, name, None) for name in ("reason", "message")}
+    return record.model_copy(update=changes | {name: _text(text, hosts) for name, text in texts.items() if text})
 
 
 def _hosts(records: Iterable[Record]) -> dict[str, str]:

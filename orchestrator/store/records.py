@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     TypeAdapter,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -120,17 +121,11 @@ class RunRecord(_Record):
     quantities: tuple[Quantity, ...] = tuple(SHARED)  # as the kind declares them
     axes: tuple[Axis, ...] = ()  # axes that the kind adds to those of all kinds
 
-    @field_validator("quantities", mode="after")
+    @field_validator("quantities", "axes", mode="after")
     @classmethod
-    def _check_quantities(cls, quantities: tuple[Quantity, ...]) -> tuple[Quantity, ...]:
-        check_quantities(quantities)
-        return quantities
-
-    @field_validator("axes", mode="after")
-    @classmethod
-    def _can_be_columns(cls, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        check_axes(axes)
-        return axes
+    def _check_declarations(cls, declared: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+        (check_axes if info.field_name == "axes" else check_quantities)(declared)
+        return declared
 
 
 class PointRecord(_Record):

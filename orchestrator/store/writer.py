@@ -52,7 +52,6 @@ _METRICS, _QUANTITIES, _SERIES = (Base.metadata.tables[name] for name in ("metri
 _UNSTARTED = (PointState.PENDING, PointState.SKIPPED, PointState.CANCELLED)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
 _STORED_CHARACTERS = 2 * STORED_BYTES
-_MOST = (1 << 63) - 1
 
 
 def apply(session: Session, records: Iterable[Record]) -> None:
@@ -82,8 +81,8 @@ def beat(
     """Store a running point's progress; ignored for a point in another state."""
     of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
     running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
-    progress = {"phase": _storable(phase), "done": _bounded(done), "total": _bounded(total), "rate": rate}
-    session.execute(running.values(heartbeat_at=at, **progress))
+    phase = phase.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    session.execute(running.values(heartbeat_at=at, phase=phase, done=done, total=total, rate=rate))
 
 
 def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> None:
@@ -232,7 +231,8 @@ def _check_outcome(record: OutcomeRecord) -> None:
 def _environment(key: str, content: dict[str, Any]) -> dict[str, Any]:
     gpu = content.get("gpu")
     gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
-    return {"id": key, "gpu": None if gpu is None else _storable(str(gpu)), "content": content}
+    gpu = None if gpu is None else str(gpu).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return {"id": key, "gpu": gpu, "content": content}
 
 
 def _attempt(point: Point, number: int) -> Attempt:
@@ -344,16 +344,6 @@ def _dialect(session: Session) -> Any:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _storable(text: str) -> str:
-    """The text without characters that a database rejects: what a child reports may hold NULs and lone surrogates."""
-    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
-
-
-def _bounded(count: int | None) -> int | None:
-    """The count, within what a column holds."""
-    return None if count is None else max(-_MOST, min(count, _MOST))
 
 
 # Records of a type that are written at once: of a series each has up to 1,000 samples.

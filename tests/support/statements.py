@@ -1,15 +1,14 @@
-"""Statements that a database is asked."""
+"""What a database was asked, and what it holds."""
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, select
+
+from orchestrator.store import Store
+from orchestrator.store.models import Base
 
 
 @contextmanager
@@ -27,27 +26,17 @@ def counted(engine: Engine, name: str = "before_cursor_execute") -> Iterator[lis
         event.remove(engine, name, count)
 
 
-@contextmanager
-def received(engine: Engine) -> Iterator[list[str]]:
-    """The statements of the context that reach the server, filled at its end: psycopg may send one for each row.
+def rows_of(store: Store) -> dict[str, list[str]]:
+    """Sorted rows of every table but the verdicts, without the numbers that a database gives to rows."""
+    tables = [table for table in Base.metadata.sorted_tables if table.name != "verdict"]
+    with store.session() as session:
+        return {
+            table.name: sorted(
+                str({name: value for name, value in row.items() if (table.name, name) not in _COUNTED})
+                for row in session.execute(select(table)).mappings()
+            )
+            for table in tables
+        }
 
-    Read from the trace of libpq, as SQLAlchemy sees neither those nor COPY.
-    """
-    lines: list[str] = []
-    with tempfile.NamedTemporaryFile("r") as file:
 
-        def trace(connection: Any, *_: object) -> None:
-            connection.pgconn.trace(os.open(file.name, os.O_WRONLY | os.O_APPEND))
-
-        def untrace(connection: Any, *_: object) -> None:
-            connection.pgconn.untrace()
-
-        listeners = {"checkout": trace, "checkin": untrace}
-        for name, listener in listeners.items():
-            event.listen(engine.pool, name, listener)
-        try:
-            yield lines
-        finally:
-            for name, listener in listeners.items():
-                event.remove(engine.pool, name, listener)
-        lines += [line for line in file if re.search(r"\tF\t\d+\t(Query|Execute)\t", line)]
+_COUNTED = {("metric", "id"), ("artifact", "id")}

