@@ -10,8 +10,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -93,9 +93,24 @@ class CaseSpec(Strict):
         default=[False], description="PyTorch's anomaly mode, which names the operation that made a NaN"
     )
 
-    def variants(self) -> Iterator[tuple[str, int, bool]]:
-        """Branch, repeats and anomaly of every variant."""
-        return product(self.branches, sorted(self.repeats), self.anomaly)
+    def variants(self) -> list[Variant]:
+        return [Variant(self, *each) for each in product(self.branches, sorted(self.repeats), self.anomaly)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A case with one branch or "all", one number of repeats, and anomaly mode or not."""
+
+    case: CaseSpec
+    branch: str
+    repeats: int
+    anomaly: bool
+
+    def label(self, size: Size | None = None) -> str:
+        """Label of a size's points, without the implementation; None: of the search over all sizes."""
+        what = "smallest failing size" if size is None else f"{size[0]} layer{'s' if size[0] > 1 else ''} S={size[1]}"
+        branch = f"{self.branch}{f' x{self.repeats}' if self.repeats > 1 else ''}"
+        return f"{branch} {self.case.preset} {what}{' anomaly mode' if self.anomaly else ''}"
 
 
 class DrillSpec(Strict):
@@ -164,7 +179,12 @@ class Spec(JobSpec):
                 f"drill.hang_in_layer: {drill.hang_in_layer}: no case has such a layer at {drill.from_length} tokens; "
                 "use one that a case has"
             )
-        labels = [label for case in self.cases for label in self._labels(case)]
+        labels = [
+            variant.label(size)
+            for case in self.cases
+            for variant in case.variants()
+            for size in ([None] if self.bisect else product(case.layers, case.lengths))
+        ]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"cases: {repeated!r} appears more than once; leave it out of one case")
         return self
@@ -193,15 +213,6 @@ class Spec(JobSpec):
         point_s = min(self.deadlines.point_s, self.bisect.size_s)
         return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
 
-    def _labels(self, case: CaseSpec) -> Iterator[str]:
-        """Labels of a case's points, without the implementation."""
-        for variant in case.variants():
-            if self.bisect is not None:
-                yield _label(case.preset, *variant)
-                continue
-            for layers, length in product(case.layers, case.lengths):
-                yield _label(case.preset, *variant, layers, length)
-
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of every case, smallest sizes first; an implementation is left out where it does not compute a branch.
 
@@ -214,16 +225,12 @@ class Spec(JobSpec):
         if self.bisect:
             return self.next_points(machine, ())
         return [
-            self._point(machine, case, size, variant, name)
+            self._point(machine, variant, name, size)
             for case in self.cases
             for size in product(sorted(case.layers), sorted(case.lengths))
-            for variant, name in self._series(case)
+            for variant, name in product(case.variants(), self.implementations)
+            if computes(name, variant.branch)
         ]
-
-    def _series(self, case: CaseSpec) -> Iterator[tuple[tuple[str, int, bool], str]]:
-        """Variants of a case and the implementations that compute them."""
-        pairs = product(list(case.variants()), self.implementations)
-        return ((variant, name) for variant, name in pairs if computes(name, variant[0]))
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
         """For each search the next size to try, or its conclusion; none without `bisect`."""
@@ -234,79 +241,64 @@ class Spec(JobSpec):
             size = Case.model_validate(each.point.config)
             tried[size.search or ""][size.model.layers, size.seq_len] = each
         found = []
-        for case in self.cases:
-            for variant, name in self._series(case):
-                known = tried[f"{name} {_label(case.preset, *variant)}"]
-                if any(each.state is PointState.LOST for each in known.values()):
-                    continue  # neither passed nor failed
-                try:
-                    answer = Bisection.of(case.layers, case.lengths, known)
-                except Untried as untried:
-                    found.append(self._point(machine, case, untried.size, variant, name))
-                else:
-                    found.append(self._conclusion(self._point(machine, case, answer.largest, variant, name), answer))
+        variants = [variant for case in self.cases for variant in case.variants()]
+        for variant, name in product(variants, self.implementations):
+            known = tried[f"{name} {variant.label()}"]
+            if not computes(name, variant.branch) or any(each.state is PointState.LOST for each in known.values()):
+                continue  # a lost size has neither passed nor failed
+            try:
+                answer = Bisection.of(variant.case.layers, variant.case.lengths, known)
+            except Untried as untried:
+                found.append(self._point(machine, variant, name, untried.size))
+                continue
+            point, metrics = self._point(machine, variant, name, answer.largest), tuple(answer.metrics())
+            values = {metric.name: metric.value for metric in metrics}
+            concluded = Point(
+                kind="backward",
+                label=f"{name} {variant.label()}",
+                case=Case.model_validate({**point.config, "answer": values}),
+                axes=replace(point.axes, seq_len=None, layers=None),
+                conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
+            )
+            found.append(concluded)
         return found
 
-    def _conclusion(self, point: Point, answer: Bisection) -> Point:
-        metrics = tuple(answer.metrics())
-        case = Case.model_validate({**point.config, "answer": {metric.name: metric.value for metric in metrics}})
-        return Point(
-            kind=point.kind,
-            label=case.search or "",
-            case=case,
-            axes=replace(point.axes, seq_len=None, layers=None),
-            conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
-        )
-
-    def _point(self, machine: Machine, case: CaseSpec, size: Size, variant: tuple[str, int, bool], name: str) -> Point:
-        branch, repeats, anomaly = variant
+    def _point(self, machine: Machine, variant: Variant, name: str, size: Size) -> Point:
+        branch, repeats, preset = variant.branch, variant.repeats, variant.case.preset
         layers, seq_len = size
-        base, drill = MODELS[case.preset], self.drill
+        base, drill = MODELS[preset], self.drill
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
-        model = replace(
-            base,
-            layers=layers,
-            branches=branches,
-            backend=name,
-            nsa=self.nsa or base.nsa,
-            checkpointing=self.checkpointing,
-        )
+        settings = {"backend": name, "nsa": self.nsa or base.nsa, "checkpointing": self.checkpointing}
         hangs = drill is not None and layers >= drill.hang_in_layer and seq_len >= drill.from_length
-        point_case = Case(
+        case = Case(
             implementation=name,
             pass_="forward+backward",
             seq_len=seq_len,
             batch=self.batch,
             dtype=self.precision,
             **case_fields(self, machine),
-            model=model,
+            model=replace(base, layers=layers, branches=branches, **settings),
             repeats=repeats,
-            anomaly=anomaly,
+            anomaly=variant.anomaly,
             hang_in_layer=drill.hang_in_layer if drill is not None and hangs else None,
             timing=None if self.bisect else self.timing,
-            search=f"{name} {_label(case.preset, *variant)}" if self.bisect else None,
+            search=f"{name} {variant.label()}" if self.bisect else None,
         )
         needed = None
         if not self.bisect and branch == ALL and repeats == 1 and predicts(name):
-            needed = point_case.estimate().total
-        more = {"preset": case.preset, "branch": branch, "repeats": repeats, "anomaly": "on" if anomaly else "off"}
+            needed = case.estimate().total
+        anomaly = "on" if variant.anomaly else "off"
+        more = {"preset": preset, "branch": branch, "repeats": repeats, "anomaly": anomaly}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         return Point(
             kind="backward",
-            label=f"{name} {_label(case.preset, *variant, *size)}",
-            case=point_case,
-            axes=point_case.axes(more=more),
+            label=f"{name} {variant.label(size)}",
+            case=case,
+            axes=case.axes(more=more),
             estimate_bytes=needed,
             skip_reason=does_not_fit(needed, self, machine, advice),
             answers=FAILED - {PointState.LOST} if self.bisect else frozenset(),
         )
-
-
-def _label(
-    preset: str, branch: str, repeats: int, anomaly: bool, layers: int | None = None, length: int | None = None
-) -> str:
-    size = "smallest failing size" if layers is None else f"{layers} layer{'s' if layers > 1 else ''} S={length}"
-    return f"{branch}{f' x{repeats}' if repeats > 1 else ''} {preset} {size}{' anomaly mode' if anomaly else ''}"
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

@@ -52,7 +52,7 @@ class ModelCase(Case):
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape.of(self.model)
+        return HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
 
     @property
     def tokens(self) -> int:

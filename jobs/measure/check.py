@@ -50,11 +50,6 @@ class HeadShape:
     kv_heads: int
     head_dim: int
 
-    @classmethod
-    def of(cls, model: ModelConfig) -> HeadShape:
-        """Heads of a model's attention."""
-        return cls(model.heads, model.kv_heads, model.head_dim)
-
     def __str__(self) -> str:
         return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
 
@@ -202,7 +197,8 @@ def judge(
     Raises:
         WrongResult: a tensor's error exceeds its bound, or is not finite.
     """
-    floor = _floor(dtype)
+    rounding = torch.finfo(dtype).eps / 2
+    floor = 32 * rounding if dtype == torch.float32 else rounding  # sums are long, in any order
     found = {}
     for name, exact in truth.items():
         bound = min(factor * _error(eager[name], exact) + floor, CEILING[dtype])
@@ -304,9 +300,3 @@ def _error(x: Tensor, exact: Tensor) -> float:
     largest = exact.abs().max().item()
     difference = (x.double() - exact).abs().nan_to_num(torch.inf, torch.inf).max().item()
     return difference / largest if largest > 0 else difference
-
-
-def _floor(dtype: torch.dtype) -> float:
-    """Relative error of one rounding for 16-bit dtypes, of 32 for float32: sums are long, in any order."""
-    rounding = torch.finfo(dtype).eps / 2
-    return 32 * rounding if dtype == torch.float32 else rounding

@@ -14,7 +14,6 @@ import psutil
 from jobs.process import stacks
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 _TAIL_BYTES = 1 << 16
 
 
@@ -28,23 +27,6 @@ def describe_exit(code: int | None) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-class MemoryWatch:
-    """Whether a process that dies of SIGKILL was killed by the kernel, because memory ran out since this was made."""
-
-    def __init__(self) -> None:
-        self._kills = oom_kills()
-        self._low = False
-
-    def look(self) -> None:
-        """Note whether the host's memory is nearly exhausted; to be called while the process lives."""
-        memory = psutil.virtual_memory()
-        self._low = memory.available < _LOW_MEMORY * memory.total
-
-    def killed(self, code: int | None) -> bool:
-        """Whether a process with this exit code was killed for memory."""
-        return code == -signal.SIGKILL and (self._low or oom_kills() > self._kills)
 
 
 def oom_kills() -> int:

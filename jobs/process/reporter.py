@@ -17,17 +17,16 @@ BEAT_INTERVAL_S = 0.2
 CHECKPOINT = "checkpoint"
 """Phase in which ranks write parts of unequal size, so that their beats cannot be compared by number."""
 
-LEAST_INTERVAL_S = 1.0
-MOST_SAMPLES = 2000
-"""Samples of a series before its interval begins to grow; after that their number grows with the logarithm of time."""
-
 LONGEST_WARNING = 1000
 """Characters of a warning."""
 
 
 def interval(elapsed_s: float) -> float:
-    """Seconds between two samples of a series that has been going on for `elapsed_s` seconds."""
-    return max(LEAST_INTERVAL_S, elapsed_s / MOST_SAMPLES)
+    """Seconds between two samples of a series that has been going on for `elapsed_s` seconds.
+
+    After 2,000 samples, their number grows with the logarithm of time.
+    """
+    return max(1.0, elapsed_s / 2_000)
 
 
 class BeatFilter:

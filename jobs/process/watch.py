@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 
+import psutil
+
 from jobs.process.child import Child
 from jobs.process.messages import Beat, Failure, File, Measured, Message
-from jobs.process.post_mortem import MemoryWatch, describe_exit
+from jobs.process.post_mortem import describe_exit, oom_kills
 from jobs.schema.point import STARTING, WAITING
 from jobs.schema.states import PointState
 
 POLL_S = 0.2
+_LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class DeadlineWatch:
         self._limits = limits
         self._start = time.monotonic()
         self._last_beat: float | None = None
-        self._memory = MemoryWatch()
+        self._kills = oom_kills()
+        self._low_memory = False
 
     def step(self) -> tuple[list[Message], Ended | None]:
         """New events, and the end once there is one; waits POLL_S at most."""
@@ -75,12 +80,13 @@ class DeadlineWatch:
                 case Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
-            self._memory.look()
+            memory = psutil.virtual_memory()
+            self._low_memory = memory.available < _LOW_MEMORY * memory.total
             return events, self._overdue()
         if events:  # there may be more
             return events, None
         code = self._child.kill()
-        if self._memory.killed(code):
+        if code == -signal.SIGKILL and (self._low_memory or oom_kills() > self._kills):
             return [], Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
         return [], Ended(PointState.CRASH, describe_exit(code))
 

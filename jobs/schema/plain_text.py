@@ -125,12 +125,9 @@ def _as_markdown(line: str, marks: re.Pattern[str]) -> str:
     pieces = _CODE.split(line)
     if len(pieces) % 2 == 0 or "``" in line:  # where code begins and ends there is up to the reader's Markdown
         pieces = [line]
-    shown = [piece if place % 2 else _escaped(piece, marks) for place, piece in enumerate(pieces)]
-    return "`".join(shown)
-
-
-def _escaped(text: str, marks: re.Pattern[str]) -> str:
-    return _ADDRESS.sub(rf"\1{_JOINER}", marks.sub(r"\\\1", text))
+    for place in range(0, len(pieces), 2):  # the others are code
+        pieces[place] = _ADDRESS.sub(rf"\1{_JOINER}", marks.sub(r"\\\1", pieces[place]))
+    return "`".join(pieces)
 
 
 class _Bounded(reprlib.Repr):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jobs.schema.axes import AXES
+from jobs.specs.validation import each_once
 
 _SIZES = {axis.name: axis.size for axis in AXES}
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -73,19 +73,11 @@ def _listed(value: Any) -> Any:
 
 def _distinct(envs: list[dict[str, str]]) -> list[dict[str, str]]:
     texts = [env_text(env) for env in envs]
-    for text, count in Counter(texts).items():
-        if text is not None and len(text) > _SIZES["env"]:
+    for text in filter(None, texts):
+        if len(text) > _SIZES["env"]:
             raise ValueError(f"{text[:40]}... has {len(text)} characters; use at most {_SIZES['env']} in all")
-        if count > 1:
-            raise ValueError(f"{text or '{}'} appears more than once; name each once")
+    each_once([text or "{}" for text in texts])
     return envs
-
-
-def _each_once(pythons: Sequence[str | None]) -> Sequence[str | None]:
-    for python, count in Counter(pythons).items():
-        if count > 1:
-            raise ValueError(f"{python or 'null'} appears more than once; name each once")
-    return pythons
 
 
 Environments = Annotated[
@@ -98,5 +90,5 @@ Interpreters = Annotated[
     list[Annotated[str, Field(max_length=_SIZES["python"]), AfterValidator(_absolute)] | None],
     BeforeValidator(_listed),
     Field(min_length=1),
-    AfterValidator(_each_once),
+    AfterValidator(each_once),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from jobs.specs.spec import Strict
+from jobs.specs.validation import each_once
 from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names, dense
 from nsa_core.model import PRESETS
@@ -48,13 +49,6 @@ def _preset(value: str) -> str:
     return value
 
 
-def _unique(values: Sequence[Any]) -> Sequence[Any]:
-    repeated = dict.fromkeys(v for v in values if values.count(v) > 1)
-    if repeated:
-        raise ValueError(f"{', '.join(map(str, repeated))} appears more than once; name each once")
-    return values
-
-
 DENSE = ("dense", *(f"dense-{kernel}" for kernel in dense.KERNELS))
 """Implementations that are dense attention: by the fastest kernel, or by one (jobs.measure.check.DENSE_KERNELS)."""
 
@@ -70,7 +64,7 @@ def computes(backend: str, branch: str) -> bool:
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
 Preset = Annotated[str, AfterValidator(_preset)]
-Unique = AfterValidator(_unique)  # rejects a list with a repeated value
+Unique = AfterValidator(each_once)
 
 
 def implementation_names(*dense: str) -> AfterValidator:

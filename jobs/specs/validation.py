@@ -95,3 +95,11 @@ def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> lis
 
 def _shown(value: Any) -> str:
     return shown(str(value) if isinstance(value, PurePath) else value)
+
+
+def each_once(values: Sequence[Any]) -> Sequence[Any]:
+    """A list of a spec, for a validator. Raises ValueError: a value is in it more than once."""
+    repeated = dict.fromkeys("null" if value is None else str(value) for value in values if values.count(value) > 1)
+    if repeated:
+        raise ValueError(f"{', '.join(repeated)} appears more than once; name each once")
+    return values
