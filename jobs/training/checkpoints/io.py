@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import fsspec
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -34,7 +34,7 @@ class Writer(FileSystemWriter):
         super().__init__(manifest.name, sync_files=local)
         self.manifest = manifest
         self._folder = folder
-        self._files = self.fs = _Filesystem(sign)
+        self._files = self.fs = _FileSystem(sign)
         self.path = self.fs.init_path(folder.at(manifest.name))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -61,63 +61,46 @@ class Reader(FileSystemReader):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.fs = _Filesystem(lambda _: None)
+        self.fs = _FileSystem(lambda _: None)
         self.path = self.fs.init_path(url)
 
 
-class _Filesystem(FileSystemBase):
+class _FileSystem(FileSystem):
     """fsspec for DCP; notes the size and hash of each file that is written."""
 
+    fs: Any  # connected by init_path
+
     def __init__(self, sign: Callable[[int], None]) -> None:
+        super().__init__()
         self.written: dict[str, WrittenFile] = {}
-        self._fs: Any = None
         self._sign = sign
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def init_path(self, path: Any) -> Any:
+    def init_path(self, path: Any, **_: Any) -> Any:
         """Connect to the URL's filesystem. Returns the path in it."""
-        self._fs, _ = fsspec.url_to_fs(path, **filesystem_options())
-        return self._fs._strip_protocol(path)
+        super().init_path(path, **filesystem_options())
+        return self.fs._strip_protocol(path)
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         """A file's stream. A file that could not be written is removed, so that a full disk gets room again."""
         if mode != "wb":
-            with self._fs.open(path, mode) as stream:
+            with super().create_stream(path, mode) as stream:
                 yield stream
             return
         hashing: _HashingStream | None = None
         try:
-            with self._fs.open(path, mode) as stream:
+            with self.fs.open(path, mode) as stream:
                 hashing = _HashingStream(stream, self._wrote)
                 yield hashing
-        except BaseException as err:
+        except BaseException as err:  # also of closing, which PyTorch's own leaves to others
             with contextlib.suppress(Exception):
                 self.rm_file(path)
             if isinstance(err, RuntimeError) and hashing is not None and hashing.failure is not None:
                 raise hashing.failure from None
             raise
         self.written[path.rpartition("/")[2]] = WrittenFile(hashing.size, hashing.digest.hexdigest())
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return f"{path}/{suffix}"
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        self._fs.mv(path, new_path)
-
-    def mkdir(self, path: Any) -> None:
-        self._fs.makedirs(path, exist_ok=True)
-
-    def exists(self, path: Any) -> bool:
-        return self._fs.exists(path)
-
-    def rm_file(self, path: Any) -> None:
-        self._fs.rm_file(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
     def _wrote(self, count: int) -> None:
         with self._lock:

@@ -15,23 +15,23 @@ class DataError(ValueError):
     """Data that a training cannot learn from. One line: field, value, fix."""
 
 
-class Batches(Iterator[tuple[Tensor, Tensor]], Protocol):
-    """Endless (tokens, targets), int64 [batch, seq_len] each, whose position can be kept and taken up again.
+class Batches(Iterator[tuple[Tensor, Tensor]]):
+    """Endless (tokens, targets), int64 [batch, seq_len] each, with a position that can be stored and loaded.
 
     Targets may be IGNORED (nsa_core.loss), equally many in every sequence: losses of micro-batches are averaged.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
         """The position: tensors and plain values."""
-        ...
+        raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that `state_dict` gave; of the same corpus and seed, the same batches follow."""
-        ...
+        """Go to the position that `state_dict` returned; of the same corpus and seed, the same batches follow."""
+        raise NotImplementedError
 
     def about(self) -> Mapping[str, Any]:
         """Description of the text read so far, for the result's environment."""
-        ...
+        return {}
 
 
 class Corpus(Protocol):
@@ -54,11 +54,11 @@ class Corpus(Protocol):
         ...
 
 
-class DrawnBatches(Iterator[tuple[Tensor, Tensor]]):
+class DrawnBatches(Batches):
     """Batches that a random generator draws: its state is the position in them.
 
     Args:
-        draw: (tokens, targets), int64 [batch, seq_len] each, by the numbers of a generator alone.
+        draw: (tokens, targets) by the numbers of the generator alone.
     """
 
     def __init__(self, draw: Callable[[torch.Generator], tuple[Tensor, Tensor]], generator: torch.Generator) -> None:
@@ -69,16 +69,10 @@ class DrawnBatches(Iterator[tuple[Tensor, Tensor]]):
         return self._draw(self._generator)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The position: the state of the generator, uint8."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go to the position that `state_dict` gave."""
         self._generator.set_state(state["generator"])
-
-    def about(self) -> dict[str, Any]:
-        """Nothing: what was drawn tells nothing of a text."""
-        return {}
 
 
 def is_heldout(sha256: bytes, share: float) -> bool:
@@ -90,15 +84,12 @@ def files_below(root: Path, pattern: str) -> list[Path]:
     """The file at `root`, or the files below it by name, without installed packages and hidden files."""
     if root.is_file():
         return [root]
-    found: list[Path] = []
+    hidden, found = ("site-packages", "dist-packages", "__pycache__"), list[Path]()
     for folder, folders, names in os.walk(root):
-        folders[:] = filter(_is_data, folders)  # the others are not entered: packages have most of the files
-        found += (Path(folder, name) for name in names if _is_data(name))
+        # The others are not entered: packages have most of the files.
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in hidden]
+        found += (Path(folder, name) for name in names if not name.startswith("."))
     return sorted(path for path in found if path.match(pattern) and path.is_file())
-
-
-def _is_data(name: str) -> bool:
-    return not name.startswith(".") and name not in ("site-packages", "dist-packages", "__pycache__")
 
 
 def windows(data: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -1,62 +1,69 @@
-"""A corpus of tokens: documents one after the other, each followed by the end token."""
+"""A corpus of tokens: documents one after the other, each followed by the end token.
+
+The package `datasets` streams the documents, and its own state is the position in them.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jobs.schema.point import Beat
-from jobs.training.data.base import DataError, spread_windows
-from jobs.training.data.documents import Documents, TrainingDocuments
-from jobs.training.data.spec import DataSpec
-from jobs.training.data.tokenizer import TextTokenizer, load_tokenizer
+from jobs.training.data.base import Batches, DataError, files_below, is_heldout, spread_windows
+from jobs.training.data.spec import DataSpec, missing_extra
+from jobs.training.data.tokenizer import TextTokenizer, first_line, load_tokenizer
 
+_READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+_OPTIONS = {
+    "parquet": {"batch_size": 1000},  # rows; without it as many as the first row group has, and an empty one fails
+    "json": {"encoding": "utf8", "encoding_errors": "replace"},  # under its usual name "utf-8" nothing is replaced
+    "text": {"encoding_errors": "replace", "sample_by": "document"},
+}
 _BYTES_A_TOKEN = 4  # about; decides only how many documents are tokenized together
 
 
+@dataclass(frozen=True)
 class TokenCorpus:
-    """Tokens of a dataset's documents; held-out ones are in memory, those to learn from are streamed.
+    """Tokens of a dataset's documents: held-out ones in memory, int32 [tokens], those to learn from streamed."""
 
-    Args:
-        heldout: [tokens] of held-out documents.
-    """
-
-    def __init__(self, documents: Documents, tokenizer: TextTokenizer, heldout: Tensor) -> None:
-        self._documents = documents
-        self._tokenizer = tokenizer
-        self._heldout = heldout
+    documents: Documents
+    tokenizer: TextTokenizer
+    heldout: Tensor
 
     def batches(self, batch: int, seq_len: int, seed: int) -> TokenBatches:
         """Endless (tokens, targets), int64 [batch, seq_len] each, of documents in a row; a token is a target once."""
-        return TokenBatches(self._documents.training(seed), self._tokenizer, batch, seq_len)
+        return TokenBatches(self.documents.training(seed), self.tokenizer, batch, seq_len)
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out tokens."""
-        return spread_windows(self._heldout, batch, seq_len, count)
+        return spread_windows(self.heldout, batch, seq_len, count)
 
     def text_bytes(self, targets: Tensor) -> int:
         """Bytes of text that `targets` stand for; the end of a document counts as one."""
-        return self._tokenizer.text_bytes(targets)
+        return self.tokenizer.text_bytes(targets)
 
     def about(self) -> dict[str, Any]:
         """Tokenizer, and the held-out text that was read: its size, digest and bytes a token."""
-        size = self.text_bytes(self._heldout)
+        size = self.text_bytes(self.heldout)
         return {
-            "vocabulary": self._tokenizer.size,
-            "tokenizer_sha256": self._tokenizer.sha256,
-            "heldout_tokens": len(self._heldout),
+            "vocabulary": self.tokenizer.size,
+            "tokenizer_sha256": self.tokenizer.sha256,
+            "heldout_tokens": len(self.heldout),
             "heldout_bytes": size,
-            "heldout_sha256": hashlib.sha256(self._heldout.numpy().tobytes()).hexdigest(),
-            "bytes_a_token": size / len(self._heldout),
+            "heldout_sha256": hashlib.sha256(self.heldout.numpy().tobytes()).hexdigest(),
+            "bytes_a_token": size / len(self.heldout),
         }
 
 
-class TokenBatches(Iterator[tuple[Tensor, Tensor]]):
-    """Endless batches of a corpus (TokenCorpus.batches), whose position can be kept and taken up again."""
+class TokenBatches(Batches):
+    """Endless batches of a corpus (TokenCorpus.batches)."""
 
     def __init__(self, documents: TrainingDocuments, tokenizer: TextTokenizer, batch: int, seq_len: int) -> None:
         self._documents = documents
@@ -72,11 +79,9 @@ class TokenBatches(Iterator[tuple[Tensor, Tensor]]):
         return taken[:-1].view(self._shape), taken[1:].view(self._shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: that in the documents, and the tokens that are left of those read, int32."""
         return {"documents": self._documents.state_dict(), "rest": self._rest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that `state_dict` gave."""
         self._documents.load_state_dict(state["documents"])
         self._rest = state["rest"]
 
@@ -108,7 +113,8 @@ def load_tokens(spec: DataSpec, vocabulary: int, batch: int, seq_len: int, beat:
         parts.append(part)
         found += len(part)
     if found <= seq_len + 1:
-        raise documents.too_few("held-out", f"{found} tokens, too few for seq_len {seq_len}")
+        size = f"{found} tokens, too few for seq_len {seq_len}"
+        raise DataError(f"{spec.source}: its held-out part has {size}; give more text or shorten seq_len")
     return TokenCorpus(documents, tokenizer, torch.cat(parts)[:wanted])
 
 
@@ -122,3 +128,141 @@ def _tokens(documents: Iterator[str], tokenizer: TextTokenizer, about: int) -> T
             break
     ids = [number for found in tokenizer.encode(texts) for number in (*found, tokenizer.end)]
     return torch.tensor(ids, dtype=torch.int32)
+
+
+class Documents:
+    """Texts of a dataset, of which a part is held out by content.
+
+    Raises:
+        DataError: the dataset cannot be read, or its documents have no such field.
+    """
+
+    def __init__(self, spec: DataSpec) -> None:
+        self.spec = spec
+        try:
+            self._dataset = _opened(spec)
+        except (DataError, MemoryError):
+            raise
+        except StopIteration:
+            raise DataError(f"{spec.source}: its files are empty; give some with documents") from None
+        except Exception as err:
+            raise self._unreadable(err) from None
+        if (names := self._dataset.column_names) is not None and spec.text_field not in names:
+            raise self._no_field(names)
+
+    def heldout(self, beat: Beat) -> Iterator[str]:
+        """Texts that training never sees, once, in the dataset's own order; `beat` is told of all that are read."""
+        for number, (text, held) in enumerate(self.read(self._dataset)):
+            beat("corpus", number)
+            if text and held:
+                yield text
+
+    def training(self, seed: int) -> TrainingDocuments:
+        """Texts to learn from, without end, in an order that `seed` decides.
+
+        Shuffled are row groups of Parquet files, and whole files of other formats. A buffer, which would mix documents
+        too, is no part of the state of `datasets`: with one, a resumed training would read other documents.
+        """
+        shuffled = self._dataset.reshard().shuffle(seed=seed, buffer_size=1, max_buffer_input_shards=1)
+        return TrainingDocuments(self, shuffled)
+
+    def read(self, dataset: Any) -> Iterator[tuple[str, bool]]:
+        """Each document's text, and whether it is held out; "" for one without text."""
+        field = self.spec.text_field
+        try:
+            for document in dataset:
+                if field not in document:
+                    raise self._no_field(document)
+                text = document[field]
+                if not isinstance(text, str | None):
+                    kind = type(text).__name__
+                    raise DataError(f"data.text_field: {field!r}: is {kind} in a document; name a field of text")
+                text = text or ""
+                yield text, is_heldout(hashlib.sha256(text.encode()).digest(), self.spec.heldout)
+        except (DataError, MemoryError):
+            raise
+        except Exception as err:
+            raise self._unreadable(err) from None
+
+    def _no_field(self, names: Any) -> DataError:
+        fields = ", ".join(map(repr, names))
+        return DataError(f"data.text_field: {self.spec.text_field!r}: no field of the documents; use one of {fields}")
+
+    def _unreadable(self, err: Exception) -> DataError:
+        reason, fix = first_line(err), "mend or remove the file"
+        if type(err).__name__ == "CastError":  # of `datasets`; its first line is "Couldn't cast"
+            reason, fix = "fields of one file are not those of the first", "give files whose documents have the same"
+        if self.spec.dataset is not None:
+            fix = "correct it, its subset or split; without a network give a folder with its files as data.path"
+        return DataError(f"{self.spec.source}: cannot be read ({reason}); {fix}")
+
+
+class TrainingDocuments(Iterator[str]):
+    """Texts of a dataset without its held-out part, epoch after epoch, each in another order.
+
+    Attributes:
+        epoch: number of times that the dataset was read to its end.
+        count: texts so far.
+    """
+
+    def __init__(self, documents: Documents, dataset: Any) -> None:
+        self._documents = documents
+        self._dataset = dataset
+        self.epoch = self.count = 0
+        self._position: Mapping[str, Any] = dataset.state_dict()
+        self._texts = documents.read(dataset)
+
+    def __next__(self) -> str:
+        while True:
+            for text, held in self._texts:
+                if text and not held:
+                    self.count += 1
+                    self._position = self._dataset.state_dict()
+                    return text
+            if not self.count:
+                source = self._documents.spec.source
+                raise DataError(f"{source}: its training part has no text; give more text or shorten seq_len")
+            self.epoch += 1
+            self._begin_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last text."""
+        return {"dataset": self._position, "epoch": self.epoch, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position that `state_dict` gave, of the same dataset and seed."""
+        self.epoch, self.count, self._position = state["epoch"], state["count"], state["dataset"]
+        self._dataset.load_state_dict(self._position)
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._dataset.set_epoch(self.epoch)
+        self._texts = self._documents.read(self._dataset)
+
+
+def _opened(spec: DataSpec) -> Any:
+    """The dataset, an IterableDataset."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{spec.source}: {missing_extra(['datasets'])}") from None
+    datasets.logging.set_verbosity_error()  # it warns of the contents of a buffer that holds nothing
+    if spec.dataset is not None:
+        options = {"name": spec.subset, "split": spec.split, "revision": spec.revision}
+        return datasets.load_dataset(spec.dataset, streaming=True, **options)
+    assert spec.path is not None
+    reader, files = _files(spec, spec.path)
+    return datasets.load_dataset(reader, data_files=files, split="train", streaming=True, **_OPTIONS[reader])
+
+
+def _files(spec: DataSpec, root: Path) -> tuple[str, list[str]]:
+    """The documents' files at or below a path as `datasets` takes them, and the name of its reader for them."""
+    found: dict[str, list[str]] = {}
+    for file in files_below(root, "*"):
+        suffix = Path(file.name.removesuffix(".gz")).suffix
+        if (reader := _READERS.get(suffix)) is not None and not (reader == "parquet" and file.suffix == ".gz"):
+            found.setdefault(reader, []).append(glob.escape(str(file.absolute())))
+    if len(found) != 1:
+        has = f"documents as {' and as '.join(found)}" if found else "no documents"
+        raise DataError(f"{spec.source}: has {has}; give a file or folder of {', '.join(_READERS)}, of one kind")
+    return found.popitem()
