@@ -84,4 +84,4 @@ class EnergyMeter:
                 return pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml.handle(self._gpu)) / 1000
         except (nvml.NvmlError, pynvml.NVMLError):
             self._gpu = None
-            return None
+        return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pynvml
 
@@ -55,20 +55,20 @@ class GpuSampler:
 
     def sample(self, number: int, clock: float, weight: int = 1) -> Sample:
         """Sample of now, which is `clock` in seconds."""
-        memory = self._ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device).used)
-        power = self._ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._device))
-        throttle = self._ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device))
-        pids = self._ask(lambda: nvml.compute_pids(self._device))
+        memory = nvml.ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._device).used)
+        power = nvml.ask(lambda: pynvml.nvmlDeviceGetPowerUsage(self._device))
+        throttle = nvml.ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device))
+        pids = nvml.ask(lambda: nvml.compute_pids(self._device))
         since, self._looked = self._looked, clock
         return Sample(
             gpu=self._gpu,
             number=number,
             seconds=0.0 if since is None else clock - since,
-            utilization=self._ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu),
+            utilization=nvml.ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu),
             memory_mib=None if memory is None else int(memory) / 2**20,
             power_w=None if power is None else power / 1000,
-            sm_mhz=self._ask(lambda: pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM)),
-            celsius=self._ask(lambda: pynvml.nvmlDeviceGetTemperature(self._device, pynvml.NVML_TEMPERATURE_GPU)),
+            sm_mhz=nvml.ask(lambda: pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM)),
+            celsius=nvml.ask(lambda: pynvml.nvmlDeviceGetTemperature(self._device, pynvml.NVML_TEMPERATURE_GPU)),
             throttle=throttle,
             pids=None if pids is None else tuple(pids),
             throttled=None if throttle is None else float(bool(throttle & sum(nvml.THROTTLES))),
@@ -81,13 +81,6 @@ class GpuSampler:
         """Energy [J] since the power was last known, by the trapezoidal rule."""
         before, self._power = self._power, (clock, watts)
         return None if before is None else (before[1] + watts) / 2 * (clock - before[0])
-
-    @staticmethod
-    def _ask(query: Callable[[], Any]) -> Any:
-        try:
-            return query()
-        except (pynvml.NVMLError, nvml.NvmlError):  # not supported by this driver or card; other queries may be
-            return None
 
 
 def bounded(samples: Sequence[Sample]) -> list[Sample]:

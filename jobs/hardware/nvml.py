@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +54,8 @@ def driver() -> Driver | None:
     try:
         with session():
             version = str(pynvml.nvmlSystemGetDriverVersion())
-            try:
-                cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-            except pynvml.NVMLError:  # no CUDA library beside the driver
-                return Driver(version, _cuda_of(version))
-            return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}")
+            cuda = ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)  # None: no CUDA library beside the driver
+            return Driver(version, _cuda_of(version) if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}")
     except (NvmlError, pynvml.NVMLError):
         pass
     try:
@@ -96,6 +93,14 @@ def handle(gpu_id: str) -> Any:
         raise NvmlError(f"NVML knows no GPU {gpu_id!r} ({err})") from None
 
 
+def ask(query: Callable[[], Any]) -> Any:
+    """The answer of NVML; None where this driver or card does not have it, though it may have others."""
+    try:
+        return query()
+    except (pynvml.NVMLError, NvmlError):
+        return None
+
+
 def visible_gpus() -> list[str]:
     """Ids of the GPUs visible to this process, in CUDA's order; empty without a GPU or NVML."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -123,12 +128,7 @@ class UtilizationMeter:
 
     def now(self) -> float | None:
         """Share of the driver's last interval in which a kernel ran [%]; None if NVML does not tell."""
-        if self._device is None:
-            return None
-        try:
-            return float(pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu)
-        except pynvml.NVMLError:
-            return None
+        return None if self._device is None else ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu)
 
 
 def processes(gpu_ids: Sequence[str]) -> dict[str, list[int]]:
@@ -171,10 +171,5 @@ def describe(gpu_id: str) -> dict[str, str]:
             "power_limit_w": lambda: pynvml.nvmlDeviceGetPowerManagementLimit(device) // 1000,
             "ecc": lambda: pynvml.nvmlDeviceGetEccMode(device)[0],
         }
-        found = {}
-        for name, query in queries.items():
-            try:
-                found[name] = str(query())
-            except pynvml.NVMLError:
-                continue
-        return found
+        found = {name: ask(query) for name, query in queries.items()}
+        return {name: str(value) for name, value in found.items() if value is not None}

@@ -102,7 +102,7 @@ def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
             gpus = tuple(_gpu(str(place), device) for place, device in enumerate(handles))
             pairs = combinations(zip(gpus, handles, strict=True), 2)
             links = {(a.uuid, b.uuid): _link(one, other) for (a, one), (b, other) in pairs}
-            driver = _ask(pynvml.nvmlSystemGetDriverVersion)
+            driver = nvml.ask(pynvml.nvmlSystemGetDriverVersion)
             return Topology(**found, driver=driver, gpus=gpus, links=links)
     except (nvml.NvmlError, pynvml.NVMLError) as err:
         return Topology(**found, problem=str(err))
@@ -143,17 +143,17 @@ def _numa() -> dict[int, str]:
 
 
 def _gpu(place: str, device: Any) -> Gpu:
-    memory = _ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
-    reasons = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
-    pids = _ask(lambda: nvml.compute_pids(device))
+    memory = nvml.ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
+    reasons = nvml.ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    pids = nvml.ask(lambda: nvml.compute_pids(device))
     return Gpu(
         id=place,
-        name=str(_ask(lambda: pynvml.nvmlDeviceGetName(device)) or "unknown"),
-        uuid=str(_ask(lambda: pynvml.nvmlDeviceGetUUID(device)) or place),
-        numa=_node_of(_ask(lambda: pynvml.nvmlDeviceGetPciInfo(device).busId)),
+        name=str(nvml.ask(lambda: pynvml.nvmlDeviceGetName(device)) or "unknown"),
+        uuid=str(nvml.ask(lambda: pynvml.nvmlDeviceGetUUID(device)) or place),
+        numa=_node_of(nvml.ask(lambda: pynvml.nvmlDeviceGetPciInfo(device).busId)),
         memory_mib=None if memory is None else int(memory.total) / 2**20,
         used_mib=None if memory is None else int(memory.used) / 2**20,
-        utilization=_ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
+        utilization=nvml.ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
         throttled=bool(reasons & sum(nvml.THROTTLES)),
         processes=None if pids is None else tuple(pids),
     )
@@ -171,14 +171,6 @@ def _node_of(bus: str | bytes | None) -> int | None:
 
 
 def _link(one: Any, other: Any) -> str:
-    if _ask(lambda: pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
+    if nvml.ask(lambda: pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
         return NVLINK
-    return _ANCESTORS.get(_ask(lambda: pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")
-
-
-def _ask(query: Any) -> Any:
-    """The answer of NVML; None where this driver or card does not give it."""
-    try:
-        return query()
-    except (pynvml.NVMLError, nvml.NvmlError):
-        return None
+    return _ANCESTORS.get(nvml.ask(lambda: pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")

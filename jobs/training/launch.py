@@ -27,9 +27,11 @@ from jobs.training.live import RANK_COMPUTE_TIME
 from jobs.training.metrics import RANK_IMBALANCE
 from jobs.training.report import RankReport
 
-_ENDS = (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
 _RECENT = 20  # samples of a rank: ten seconds, or as many steps where those take longer
-_KNOWN = {cls.__name__: cls for cls in _ENDS}
+_ENDS: dict[str, type[Exception]] = {  # exceptions of a rank that are raised here as they are
+    cls.__name__: cls
+    for cls in (CheckpointError, DataError, Diverged, Ineffective, MemoryLimit, Stopped, Suspended, WrongResult)
+}
 
 
 def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankReport]:
@@ -67,12 +69,16 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
 
 def _run_once(case: TextCase, beat: Beat, launcher: Launcher, stop: threading.Event) -> list[RankReport]:
     ranks = case.layout.ranks
-    watch = RankWatch(ranks, beat)
-    main = partial(rank.train, case, replace(reporter(beat).surroundings, launcher=None))
+    report, watch = reporter(beat), RankWatch(ranks, beat)
+    main = partial(rank.train, case, replace(report.surroundings, launcher=None))
+
+    def waiting(reason: str) -> None:
+        report(f"{WAITING}{reason}", 0, ranks)
+
     try:
         if stop.is_set():
             raise RanksEnded({}, {})
-        reports = launcher.run(ranks, case.device, main, watch.note, watch.waiting, stop)
+        reports = launcher.run(ranks, case.device, main, watch.note, waiting, stop)
         hosts = [report.environment["host"] for report in reports]
         return [_with(report, launcher=launcher.name, hosts=hosts) for report in reports]
     except RanksEnded as err:
@@ -155,10 +161,6 @@ class RankWatch:
         if (share := imbalance({rank: median(times) for rank, times in self._compute_ms.items()})) is not None:
             self._report.sample(slowest, {RANK_IMBALANCE.name: share})
 
-    def waiting(self, reason: str) -> None:
-        """Report that the ranks wait to be started."""
-        self._report(f"{WAITING}{reason}", 0, self._ranks)
-
     def failure(self, ended: RanksEnded) -> Exception:
         """The exception for the first failure: of ranks that died without a word, else of the earliest exception."""
         if silent := self._silent(ended):
@@ -170,8 +172,8 @@ class RankWatch:
         if not self._failures:
             return RankFailed(f"the {self._ranks} ranks were stopped before the first of them had begun")
         first = next(iter(self._failures.values()))
-        if (known := _KNOWN.get(first.type)) is not None:
-            return known(first.text)
+        if first.type in _ENDS:
+            return _ENDS[first.type](first.text)
         text = f"rank {first.rank} of {self._ranks}: {first.type}: {first.text}{_tail(ended, first.rank)}"
         failed = RankFailed(text)
         failed.__cause__ = MemoryError(first.text) if first.type in ("OutOfMemoryError", "MemoryError") else None

@@ -128,7 +128,7 @@ class Trainer:
                 if self._watch is not None:
                     self._watch.note_checkpoint()
                 with telemetry.paused():
-                    loss = self._heldout_loss(heldout, beat) if checkpoints.wants_loss and not self._asked else None
+                    loss = self._heldout_loss(heldout, beat) if checkpoints.spec.keep_best and not self._asked else None
                     self._save(checkpoints, run, live, loss)
         if self._asked and not self._complete():
             raise self._stopped(checkpoints)

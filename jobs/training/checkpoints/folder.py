@@ -11,7 +11,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -88,9 +88,6 @@ class Manifest:
         """Whether the training of a point goes on from it: one that other code has finished begins anew."""
         return self.step < self.steps or self.key == key
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
     @classmethod
     def from_json(cls, content: bytes) -> Manifest | None:
         """The manifest in a file's content; None if it is torn or not ours."""
@@ -116,10 +113,6 @@ class CheckpointFolder:
             raise self._failed(err) from None
         self._root = str(self._fs._strip_protocol(self.url))
 
-    def at(self, name: str) -> str:
-        """URL of the checkpoint `name`."""
-        return f"{self.url}/{name}"
-
     def names(self) -> list[str]:
         """Folders of complete and incomplete checkpoints, newest first. Raises CheckpointError."""
         try:
@@ -133,11 +126,20 @@ class CheckpointFolder:
 
     def complete(self) -> list[Manifest]:
         """Manifests of the complete checkpoints, newest first. Raises CheckpointError."""
-        return [manifest for _, manifest in self._manifests() if manifest is not None]
+        return [manifest for _, manifest in self.manifests() if manifest is not None]
 
-    def torn(self) -> list[str]:
-        """Folders whose manifest is torn or not ours, newest first. Raises CheckpointError."""
-        return [name for name, manifest in self._manifests() if manifest is None]
+    def manifests(self) -> list[tuple[str, Manifest | None]]:
+        """Folders with a manifest, newest first; None where that is torn or not ours. Raises CheckpointError."""
+        found = []
+        for name in self.names():
+            try:
+                manifest = Manifest.from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            except FileNotFoundError:
+                continue
+            except Exception as err:
+                raise self._failed(err) from None
+            found.append((name, manifest if manifest is not None and manifest.name == name else None))
+        return found
 
     def step_to_go_on_from(self, key: str) -> int | None:
         """Step of the newest complete checkpoint; None if the training of a point begins anew. Raises CheckpointError.
@@ -171,14 +173,15 @@ class CheckpointFolder:
     def complete_with(self, manifest: Manifest) -> None:
         """Write the manifest, which makes its checkpoint complete. Raises what the filesystem raises."""
         folder = f"{self._root}/{manifest.name}"
+        content = json.dumps(asdict(manifest), indent=1).encode()
         if self.url.startswith("file:"):
             with self._fs.open(f"{folder}/.{MANIFEST}.part", "wb") as file:
-                file.write(manifest.to_json())
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # a name without content would count as a torn checkpoint
             self._fs.mv(f"{folder}/.{MANIFEST}.part", f"{folder}/{MANIFEST}")
         else:  # an object appears whole or not at all; elsewhere a torn one is no JSON
-            self._fs.pipe_file(f"{folder}/{MANIFEST}", manifest.to_json())
+            self._fs.pipe_file(f"{folder}/{MANIFEST}", content)
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, the manifest first. Raises what the filesystem raises."""
@@ -186,17 +189,6 @@ class CheckpointFolder:
             self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{name}", recursive=True)
-
-    def _manifests(self) -> Iterator[tuple[str, Manifest | None]]:
-        """Each folder that has a manifest, newest first, with it; None where it is torn or not ours."""
-        for name in self.names():
-            try:
-                found = Manifest.from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
-            except FileNotFoundError:
-                continue
-            except Exception as err:
-                raise self._failed(err) from None
-            yield name, found if found is not None and found.name == name else None
 
     def _failed(self, err: Exception) -> CheckpointError:
         return CheckpointError(

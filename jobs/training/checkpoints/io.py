@@ -35,7 +35,7 @@ class Writer(FileSystemWriter):
         self.manifest = manifest
         self._folder = folder
         self._files = self.fs = _FileSystem(sign)
-        self.path = self.fs.init_path(folder.at(manifest.name))
+        self.path = self.fs.init_path(f"{folder.url}/{manifest.name}")
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As StorageWriter; also returns this rank's files, which `finish` gets on the first rank."""

@@ -20,13 +20,7 @@ from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
 from jobs.training.checkpoints.exchange import Exchange
-from jobs.training.checkpoints.folder import (
-    MANIFEST,
-    CheckpointError,
-    CheckpointFolder,
-    Manifest,
-    number_of,
-)
+from jobs.training.checkpoints.folder import MANIFEST, CheckpointError, CheckpointFolder, Manifest, number_of
 from jobs.training.checkpoints.io import Reader, Writer
 from jobs.training.checkpoints.report import CHECKPOINT_FAILURES, CheckpointReport, CheckpointSpec
 from jobs.training.state import Run, TrainingState, generators, packed, set_generators, unpacked
@@ -78,7 +72,7 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on one rank
         self.report = CheckpointReport(url)
         self.latest: int | None = None
-        self._spec = spec
+        self.spec = spec
         self._folder = CheckpointFolder(url)
         self._key = key
         self._text = text
@@ -95,12 +89,7 @@ class Checkpoints:
 
     def next_stop(self, step: int) -> int:
         """Step after which the next checkpoint is due, once `step` steps are done."""
-        return min(self._steps, step - step % self._spec.every + self._spec.every)
-
-    @property
-    def wants_loss(self) -> bool:
-        """Whether `save` needs the held-out loss."""
-        return bool(self._spec.keep_best)
+        return min(self._steps, step - step % self.spec.every + self.spec.every)
 
     def load(self, state: TrainingState, run: Run) -> Mapping[str, str] | None:
         """Go to the newest complete checkpoint that is not damaged; the ones that are get reported.
@@ -111,18 +100,14 @@ class Checkpoints:
         Raises:
             CheckpointError: the folder cannot be read, or the checkpoint is of another text.
         """
-        manifests, torn, self._number = self._exchange.from_first(
-            lambda: (
-                self._folder.complete(),
-                self._folder.torn(),
-                max(map(number_of, self._folder.names()), default=0),
-            )
+        manifests, self._number = self._exchange.from_first(
+            lambda: (self._folder.manifests(), max(map(number_of, self._folder.names()), default=0))
         )
         self._first = self._number + 1
-        for name in torn:
-            if not manifests or number_of(name) > manifests[0].number:
-                self._tell(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
-        for manifest in manifests:
+        for name, manifest in manifests:
+            if manifest is None:
+                self._note(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
+                continue
             if not manifest.is_gone_on_from(self._key):
                 return None
             if (damage := self._damage(manifest)) is None:
@@ -135,7 +120,7 @@ class Checkpoints:
                 self._first, self.latest = manifest.first, manifest.step
                 return manifest.route
             self._damaged.add(manifest.name)
-            self._tell(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
+            self._note(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
         return None
 
     def save(self, state: TrainingState, run: Run, route: Mapping[str, str], heldout: float | None) -> None:
@@ -159,7 +144,7 @@ class Checkpoints:
         )
         saving = _Saving(Writer(self._folder, manifest, self._wrote), time.perf_counter())
         options: dict[str, Any] = {"storage_writer": saving.writer, "process_group": self._exchange.group}
-        if self._spec.asynchronous:
+        if self.spec.asynchronous:
             cuda = self._device.type == "cuda"
             self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
             future = state_dict_saver.async_save(self._content(state, run), async_stager=self._stager, **options)
@@ -215,11 +200,7 @@ class Checkpoints:
         own = {"generators": generators(self._device), "compute_ms": torch.tensor(run.compute_ms, dtype=torch.float64)}
         if run.soak is not None:
             progress["soak"], own["soak"] = run.soak.state_dicts()
-        return {
-            **state.tensors(),
-            "progress": packed(progress),
-            "ranks": {str(self._exchange.rank): packed(own)},
-        }
+        return {**state.tensors(), "progress": packed(progress), "ranks": {str(self._exchange.rank): packed(own)}}
 
     def _read(self, manifest: Manifest, state: TrainingState, run: Run) -> None:
         """Take over a checkpoint; one of another number of ranks without the ranks' own generators and times."""
@@ -227,13 +208,13 @@ class Checkpoints:
         content: dict[str, Any] = {**state.tensors(), "progress": b""}
         if same:
             content["ranks"] = {str(self._exchange.rank): b""}
-        reader, group = Reader(self._folder.at(manifest.name)), self._exchange.group
+        url, group = f"{self._folder.url}/{manifest.name}", self._exchange.group
         try:
-            state_dict_loader.load(content, storage_reader=reader, process_group=group)
+            state_dict_loader.load(content, storage_reader=Reader(url), process_group=group)
         except CheckpointException as err:
             raise CheckpointError(
-                f"checkpoints: {self._folder.at(manifest.name)}: is whole but cannot be loaded: {_cause(err)}; remove "
-                "it to go on from the one before"
+                f"checkpoints: {url}: is whole but cannot be loaded: {_cause(err)}; remove it to go on from the one "
+                "before"
             ) from None
         state.load_tensors(content)
         progress = unpacked(content["progress"])
@@ -262,7 +243,7 @@ class Checkpoints:
     def _wrote(self, count: int) -> None:
         """Note bytes that were written; show them unless a thread wrote them."""
         self._written = count
-        if not self._spec.asynchronous or count == 0:
+        if not self.spec.asynchronous or count == 0:
             self._beat(CHECKPOINT, count)
 
     def _saved(self, saving: _Saving) -> None:
@@ -282,8 +263,8 @@ class Checkpoints:
         """Remove what is older than the newest checkpoint and not to be kept."""
         ours = [m for m in self._folder.complete() if m.number >= self._first and m.name not in self._damaged]
         measured = [manifest for manifest in ours if manifest.heldout is not None]
-        best = sorted(measured, key=lambda manifest: manifest.heldout or 0.0)[: int(self._spec.keep_best)]
-        kept = [manifest for manifest in ours if manifest in ours[: self._spec.keep_last] or manifest in best]
+        best = sorted(measured, key=lambda manifest: manifest.heldout or 0.0)[: int(self.spec.keep_best)]
+        kept = [manifest for manifest in ours if manifest in ours[: self.spec.keep_last] or manifest in best]
         self.report.kept = [manifest.name for manifest in kept]
         for name in self._folder.names():
             if name not in self.report.kept and number_of(name) < ours[0].number:
@@ -291,7 +272,7 @@ class Checkpoints:
 
     def _failed(self, manifest: Manifest, err: BaseException) -> None:
         """Report a checkpoint that was not saved, and remove what there is of it."""
-        self._tell(self.report.failures, f"checkpoint of step {manifest.step} was not saved: {_cause(err)}")
+        self._note(self.report.failures, f"checkpoint of step {manifest.step} was not saved: {_cause(err)}")
         if self._exchange.rank > 0:
             return
         self._beat.sample(manifest.step, {CHECKPOINT_FAILURES.name: float(len(self.report.failures))})
@@ -300,7 +281,7 @@ class Checkpoints:
         except Exception as second:
             self._beat.warn(f"checkpoints: {manifest.name} could not be removed: {error_in_a_line(second)}")
 
-    def _tell(self, lines: list[str], text: str) -> None:
+    def _note(self, lines: list[str], text: str) -> None:
         lines.append(text)
         if self._exchange.rank == 0:
             self._beat.warn(text)
