@@ -184,11 +184,6 @@ def test_the_files_of_pins_differ_in_pytorch_and_triton_alone() -> None:
         assert own["triton"] in TRITON
 
 
-def test_the_image_has_every_file_that_its_installation_reads() -> None:
-    copied = re.findall(r"^COPY .*?(\S*constraints.*) \./$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
-    assert set(copied[0].split()) >= {path.name for path in ROOT.glob("constraints*.txt")}
-
-
 def test_the_bounds_of_pyproject_are_the_tested_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from old_driver import OLD_DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,16 +62,6 @@ def test_an_env_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     command = ["make", "--dry-run", "demo", "RUN="]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
     assert "job submit --address http" in done.stdout
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_ten_thousand_cases_of_bad_input_are_a_target() -> None:
-    """The properties of the file, each with the examples of the profile."""
-    command = ["make", "--dry-run", "test-thorough", "DEV="]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "pytest tests/test_bad_input.py --hypothesis-profile=thorough" in done.stdout
-    properties = (ROOT / "tests" / "test_bad_input.py").read_text().count("\n@given(")
-    assert properties * settings.get_profile("thorough").max_examples == 10_000
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")

@@ -55,16 +55,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, name, answer)
 
 
-def test_a_pause_takes_no_samples(driver: None) -> None:
-    telemetry = Telemetry(["0"], period_s=0.005)
-    with telemetry.paused():
-        telemetry.start()
-        time.sleep(0.05)
-        assert telemetry.samples == []
-    wait_for(lambda: bool(telemetry.samples), 10)
-    telemetry.stop()
-
-
 def test_a_meter_tells_the_utilisation_of_now_or_that_it_is_unknown(
     driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,13 +99,6 @@ def test_without_a_gpu_or_a_driver_the_reason_is_stated(monkeypatch: pytest.Monk
     assert "NVML is not available" in summary.text
     with pytest.raises(nvml.NvmlError, match="not available"):
         nvml.describe("0")
-
-
-def test_visible_gpus_follow_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, 3")
-    assert nvml.visible_gpus() == ["GPU-a", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert nvml.visible_gpus() == []
 
 
 def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,15 +197,6 @@ def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
     assert longest < 0.5 + time.monotonic() - begun
 
 
-def test_thinned_samples_are_those_of_all_gpus() -> None:
-    """Looks at two cards alternate, and every second sample of them was the first card's."""
-    told = (None, None, None, None, None, None)
-    samples = [Sample(gpu, n, 0.2, use, *told) for n in range(1000) for gpu, use in (("0", 90.0), ("1", 10.0))]
-    [found] = [metric for metric in summarise_samples(samples).metrics if metric.name == "gpu_utilization"]
-    assert found.value == 50
-    assert (found.samples.count(90.0), found.samples.count(10.0)) == (500, 500)
-
-
 def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
     """Samples of hours, taken less often, beside samples of minutes."""
 
@@ -269,14 +243,6 @@ def test_without_a_counter_that_grows_there_is_no_energy(
         assert meter.energy is None
 
 
-def test_energy_per_token_is_that_of_all_ranks_or_none() -> None:
-    one, other = Energy(100.0, 50, 3.0), Energy(200.0, 50, 3.0)
-    [found] = energy_per_token([one, other])
-    assert (found.value, found.samples, found.unit) == (6.0, (2.0, 4.0), "J/tok")
-    assert energy_per_token([one, None]) == []
-    assert energy_per_token([None]) == []
-
-
 def test_usage_of_a_process_tree_counts_its_children() -> None:
     code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])"
     child = subprocess.Popen([sys.executable, "-c", code])
@@ -320,3 +286,20 @@ def test_usage_of_a_process_tree_counts_its_children() -> None:
         for process in tree():
             process.kill()
         child.wait()
+
+
+def test_thinned_samples_are_those_of_all_gpus() -> None:
+    """Looks at two cards alternate, and every second sample of them was the first card's."""
+    told = (None, None, None, None, None, None)
+    samples = [Sample(gpu, n, 0.2, use, *told) for n in range(1000) for gpu, use in (("0", 90.0), ("1", 10.0))]
+    [found] = [metric for metric in summarise_samples(samples).metrics if metric.name == "gpu_utilization"]
+    assert found.value == 50
+    assert (found.samples.count(90.0), found.samples.count(10.0)) == (500, 500)
+
+
+def test_energy_per_token_is_that_of_all_ranks_or_none() -> None:
+    one, other = Energy(100.0, 50, 3.0), Energy(200.0, 50, 3.0)
+    [found] = energy_per_token([one, other])
+    assert (found.value, found.samples, found.unit) == (6.0, (2.0, 4.0), "J/tok")
+    assert energy_per_token([one, None]) == []
+    assert energy_per_token([None]) == []

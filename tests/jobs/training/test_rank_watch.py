@@ -6,10 +6,8 @@ import pytest
 import torch
 from trainings import Keeping
 
-from jobs.process.messages import RankFailure, Samples
+from jobs.process.messages import Samples
 from jobs.process.reporter import ProcessReporter
-from jobs.schema.launcher import RanksEnded
-from jobs.training.errors import Stopped
 from jobs.training.launch import RankWatch
 from jobs.training.live import LiveTraining
 
@@ -56,12 +54,3 @@ def test_a_live_compute_time_is_the_mean_of_the_last_second(monkeypatch: pytest.
     means = list(told.series["rank_compute_time"].values())
     assert means[:2] == [8, 6]
     assert means[-1] == 7, "of five steps"
-
-
-def test_ranks_that_were_stopped_without_a_checkpoint_say_so() -> None:
-    watch = RankWatch(2, lambda *_: None)
-    for rank in (1, 0):
-        watch.note(RankFailure.of(rank, Stopped("SIGTERM ended the training after step 4 of 9")))
-    found = watch.failure(RanksEnded({0: "exited with code 1", 1: "exited with code 1"}, {}, ()))
-    assert type(found) is Stopped
-    assert str(found) == "SIGTERM ended the training after step 4 of 9"

@@ -115,14 +115,6 @@ def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path
     assert launcher.stops == [stop] * 3, "one event for all starts"
 
 
-def test_a_training_that_other_code_finished_begins_anew(text: Path, tmp_path: Path) -> None:
-    _save(tmp_path, step=8, key="other")
-    told = _Told(_Ends(_die, _die), tmp_path)
-    with pytest.raises(RankDied):
-        run_ranks(_case(text, restarts=1), told, threading.Event())
-    assert told.warnings[0].endswith("of all ranks from the beginning")
-
-
 @pytest.mark.parametrize(
     ("act", "saved", "error", "message"),
     [
@@ -221,17 +213,6 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
     assert not started_ranks()
 
 
-def test_sigterm_while_ranks_start_ends_them_at_once(
-    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]]
-) -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    with pytest.raises(Suspended) as caught:
-        measure(_case(text, steps=100_000, restarts=1), Keeping(tmp_path))
-    assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
-    assert not started_ranks()
-
-
 RANKS = """
 import os, time
 from jobs.process.messages import RankFailure, RankProcess
@@ -262,3 +243,14 @@ def test_a_rank_that_raised_is_named_and_not_the_one_that_was_killed_for_it(
     found = watch.failure(ended.value)
     assert type(found) is RankFailed, "a rank that died would be started again"
     assert str(found).startswith("rank 1 of 2: RuntimeError: on purpose")
+
+
+def test_sigterm_while_ranks_start_ends_them_at_once(
+    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]]
+) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(Suspended) as caught:
+        measure(_case(text, steps=100_000, restarts=1), Keeping(tmp_path))
+    assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
+    assert not started_ranks()

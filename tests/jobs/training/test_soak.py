@@ -78,7 +78,7 @@ def _readings(slope: float, noise: Callable[[], float]) -> tuple[list[int], list
 
 
 def _found(slope: float, noise: Callable[[], float]) -> tuple[float, float, float]:
-    """A slope that was found, and its interval."""
+    """A slope, and its interval."""
     found = common_slope(*_readings(slope, noise))
     assert found is not None
     assert found.low is not None
@@ -108,25 +108,6 @@ def test_readings_that_are_alike_in_a_row_widen_the_interval() -> None:
     _, lower, higher = _found(0.0, wandering)
     assert higher - lower > 2 * (high - low)
     assert common_slope([0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3]) is None, "too few"
-
-
-def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
-    intervals = [
-        Interval(
-            process,
-            end_s=60 * (10 * process + minute + 1),
-            end_step=minute,
-            steps=1,
-            seconds=60,
-            resident=(2200 + 2300 * after) << 20,
-            after_checkpoint=after,
-        )
-        for process in range(2)
-        for minute in range(10)
-        for after in [minute >= 5]
-    ]
-    (slope,) = _slope(HOST_MEMORY_SLOPE, intervals, lambda i: i.resident / 2**20, "resident memory")
-    assert slope.value == pytest.approx(0, abs=1e-6)
 
 
 # The history
@@ -347,21 +328,6 @@ def test_more_memory_than_the_limit_ends_the_soak_with_the_figures(text: Path, t
         _soak(text, Watching(tmp_path), alert_gb=0.05, limit_gb=0.1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"piece_minutes": 0.5}, "piece_minutes: 0.5: is more than the 0.06 minutes; use fewer"),
-        ({"alert_gb": 70}, "alert_gb: 70: is above limit_gb 65, which ends the point; exchange them"),
-        ({"deadlines": {"point_s": 1}}, "deadlines.point_s: 1: would end 0.06 minutes of training, which are 3.6 s"),
-        ({"checkpoints": None}, "checkpoints: "),
-        ({"optimizer": {"warmup_steps": 5000}}, "optimizer.warmup_steps: 5000: must end before the last of the 5000"),
-    ],
-)
-def test_what_cannot_be_soaked_is_refused(text: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse_spec(_data(text, **changes))
-
-
 def test_a_point_has_time_for_its_soak(text: Path) -> None:
     spec = Spec.model_validate(_data(text, minutes=180, piece_minutes=30))
     assert spec.deadlines.point_s > 1.5 * 180 * 60
@@ -389,3 +355,26 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
         train_rank(case, torch.device("cpu"), 0, watching, threading.Event())
     assert "was not saved: OSError: full" in watching.warnings[-1]
+
+
+def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
+    intervals = []
+    for minute in range(20):
+        after = minute % 10 >= 5
+        sizes: Any = {"resident": (2200 + 2300 * after) << 20, "after_checkpoint": after}
+        intervals.append(Interval(minute // 10, 60 * (minute + 1), minute, 1, 60, **sizes))
+    (slope,) = _slope(HOST_MEMORY_SLOPE, intervals, lambda i: i.resident / 2**20, "resident memory")
+    assert slope.value == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"piece_minutes": 0.5}, "piece_minutes: 0.5: is more than the 0.06 minutes; use fewer"),
+        ({"alert_gb": 70}, "alert_gb: 70: is above limit_gb 65, which ends the point; exchange them"),
+        ({"deadlines": {"point_s": 1}}, "deadlines.point_s: 1: would end 0.06 minutes of training, which are 3.6 s"),
+    ],
+)
+def test_what_cannot_be_soaked_is_refused(text: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_spec(_data(text, **changes))

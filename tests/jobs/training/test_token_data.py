@@ -19,9 +19,8 @@ from trainings import Keeping, trains_alike
 from travelling import travelled
 from warm_ranks import WarmRanks
 
-import jobs
 from jobs.schema.point import Beat, Machine, Measurement
-from jobs.specs.load import load_spec, parse_spec
+from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.data import spec as data_spec
@@ -169,45 +168,6 @@ def test_documents_without_text_are_left_out(tmp_path: Path, tokenizer: Path) ->
     assert (end, end) not in list(pairwise(ids))
 
 
-def test_files_without_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> None:
-    folder = write(tmp_path / "some", texts(), "parquet")
-    expected = _corpus(_data(folder, tokenizer)).about()
-    for name in ("a.parquet", "z.parquet"):
-        pq.write_table(pq.read_table(folder / "test-0.parquet").slice(0, 0), folder / name)
-    corpus = _corpus(_data(folder, tokenizer))
-    assert corpus.about() == expected
-    batches = corpus.batches(4, 32, 0)
-    while batches.about()["epochs"] < 2:
-        next(batches)
-
-
-def test_bytes_that_are_no_text_are_replaced(tmp_path: Path, tokenizer: Path) -> None:
-    folder = write(tmp_path / "some", texts(), "jsonl")
-    with (folder / "test-0.jsonl").open("ab") as file:
-        file.write(b'{"text": "Katze \xff", "n": 0}\n')
-    found = Documents(DataSpec.model_validate(_data(folder, tokenizer, heldout=1 - 1e-9)))
-    assert "Katze \ufffd" in set(found.heldout(SILENT))
-
-
-def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: Path, tokenizer: Path) -> None:
-    found = tokenizers.Tokenizer.from_file(str(tokenizer))
-    found.enable_truncation(4)
-    found.enable_padding(length=1000)
-    found.save(str(tmp_path / "short.json"))
-    plain, short = (
-        load_tokenizer(DataSpec(path=tmp_path, tokenizer_path=p)) for p in (tokenizer, tmp_path / "short.json")
-    )
-    assert short.encode(texts()) == plain.encode(texts())
-
-
-def test_text_that_looks_like_a_special_token_is_text(documents: Path, tokenizer: Path) -> None:
-    found = load_tokenizer(DataSpec.model_validate(_data(documents, tokenizer)))
-    text = f"so {END} it goes"
-    (ids,) = found.encode([text])
-    assert found.end not in ids
-    assert found.text_bytes(torch.tensor(ids)) == len(text)
-
-
 # Position
 
 
@@ -245,13 +205,6 @@ def test_every_epoch_has_each_document_once_in_an_order_of_its_own_that_the_seed
     assert first != second
     assert order(1) == both
     assert order(2)[: len(learned)] != first
-
-
-def test_targets_are_the_tokens_one_later_and_each_is_a_target_once(documents: Path, tokenizer: Path) -> None:
-    batches = _corpus(_data(documents, tokenizer)).batches(4, 32, 0)
-    (tokens, targets), (more, _) = next(batches), next(batches)
-    assert tokens.shape == targets.shape == (4, 32)
-    assert torch.equal(torch.cat((tokens.flatten()[1:], more[:1, 0])), targets.flatten())
 
 
 # Hub
@@ -299,7 +252,6 @@ MISTAKES = [
     ({"dataset": "a/b", "path": "x", "tokenizer": "gpt2"}, r"data\.path: 'x': has no effect beside dataset; leave one"),
     ({"tokenizer": "gpt2"}, r"data\.tokenizer: 'gpt2': there are no documents; add a dataset, or the path of some"),
     ({"path": "x", "tokenizer": "gpt2", "tokenizer_path": "t"}, r"data\.tokenizer: 'gpt2': has no effect beside tok"),
-    ({"path": "x", "tokenizer": "bert"}, r"data\.tokenizer: 'bert': Input should be 'gpt2'"),
     ({"path": "x", "tokenizer": "gpt2", "split": "test"}, r"data\.split: 'test': has no effect without dataset; leave"),
     ({"path": "x", "text_field": "body"}, r"data\.text_field: 'body': has no effect without a tokenizer; leave it out"),
     (
@@ -375,14 +327,21 @@ def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path,
 # The spec
 
 
-def test_a_stored_section_is_the_same() -> None:
-    full = DataSpec(dataset="a/b", subset="c", split="test", tokenizer="gpt2", text_field="body")
-    assert DataSpec.model_validate(full.model_dump(mode="json")) == full
-
-
-def test_the_files_of_a_spec_are_sent_or_looked_for_on_the_nodes(documents: Path, tokenizer: Path) -> None:
-    assert _spec(_data(documents, tokenizer)).paths() == {"data.path": documents, "data.tokenizer_path": tokenizer}
-    assert _spec({"dataset": "a/b", "tokenizer": "gpt2"}).paths() == {}
+def test_a_tokenizers_file_may_ask_to_truncate_and_text_may_look_like_a_special_token(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    changed = tokenizers.Tokenizer.from_file(str(tokenizer))
+    changed.enable_truncation(4)
+    changed.enable_padding(length=1000)
+    changed.save(str(tmp_path / "short.json"))
+    plain, short = (
+        load_tokenizer(DataSpec(path=tmp_path, tokenizer_path=p)) for p in (tokenizer, tmp_path / "short.json")
+    )
+    assert short.encode(texts()) == plain.encode(texts())
+    text = f"so {END} it goes"
+    (ids,) = plain.encode([text])
+    assert plain.end not in ids
+    assert plain.text_bytes(torch.tensor(ids)) == len(text)
 
 
 def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
@@ -393,18 +352,6 @@ def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path,
     assert {spec.vocabulary() for spec in specs} == {320}
     expected, *others = ([*map(tuple, load_tokenizer(spec).encode(texts()))] for spec in specs)
     assert others == [expected, expected]
-
-
-def test_the_ready_spec_is_the_seeds_model_and_plan_on_gpt2_tokens() -> None:
-    spec = load_spec(Path(jobs.__file__).parent / "configs" / "train_fineweb.yaml")
-    assert isinstance(spec, Spec)
-    assert spec.plan is not None
-    assert spec.batch * spec.seq_len == spec.plan.tokens_per_step
-    assert spec.steps == spec.plan.steps
-    point = spec.points(Machine("cuda", "card", 80 * 2**30))[0]
-    assert point.config["model"]["vocab_size"] == 50_304
-    assert point.config["data"]["dataset"] == "HuggingFaceFW/fineweb-edu"
-    assert point.skip_reason is None
 
 
 def test_a_spec_is_validated_and_planned_without_the_packages(documents: Path, tokenizer: Path) -> None:
@@ -418,3 +365,23 @@ print([name for name in ("datasets", "tokenizers", "huggingface_hub") if name in
 """
     done = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_files_without_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "parquet")
+    expected = _corpus(_data(folder, tokenizer)).about()
+    for name in ("a.parquet", "z.parquet"):
+        pq.write_table(pq.read_table(folder / "test-0.parquet").slice(0, 0), folder / name)
+    corpus = _corpus(_data(folder, tokenizer))
+    assert corpus.about() == expected
+    batches = corpus.batches(4, 32, 0)
+    while batches.about()["epochs"] < 2:
+        next(batches)
+
+
+def test_bytes_that_are_no_text_are_replaced(tmp_path: Path, tokenizer: Path) -> None:
+    folder = write(tmp_path / "some", texts(), "jsonl")
+    with (folder / "test-0.jsonl").open("ab") as file:
+        file.write(b'{"text": "Katze \xff", "n": 0}\n')
+    found = Documents(DataSpec.model_validate(_data(folder, tokenizer, heldout=1 - 1e-9)))
+    assert "Katze \ufffd" in set(found.heldout(SILENT))
