@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jobs.schema.plain_text import in_a_line
 from jobs.specs.spec import JobSpec
 from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
@@ -24,6 +25,7 @@ NEVER_S = 600.0
 """Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
 
 _LOOK_S = 5.0
+_REASON = 400  # characters
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
 
 
@@ -189,6 +191,7 @@ def _working_dir(spec: JobSpec, folder: Path) -> str | None:
     return str(package)
 
 
-def in_brief(err: Exception) -> str:
-    """The first 300 characters of an exception's message, on one line, without colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(err).split()))[:300]
+def in_brief(err: BaseException) -> str:
+    """An exception's message on one line, shortened, without colours; without one its class."""
+    inner = getattr(err, "health_check_failure", err)  # Ray Train wraps the death of a worker
+    return in_a_line(re.sub(r"\x1b\[[0-9;]*m", "", str(inner)), _REASON) or type(inner).__name__

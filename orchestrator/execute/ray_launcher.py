@@ -26,10 +26,10 @@ from jobs.process import stacks
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
 from jobs.schema.launcher import Rank, RanksEnded
-from jobs.schema.plain_text import in_a_line
 from jobs.schema.point import Measurement
 from jobs.training.rank import TIMEOUT, missing_variables
 from orchestrator.background import BackgroundCall
+from orchestrator.execute.ray_connection import in_brief
 from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
 
 T = TypeVar("T")
@@ -42,7 +42,6 @@ EXPLAIN_S = stacks.STACKS_S + 5.0
 
 _POLL_S = 0.2
 _WAITING_S = 1.0
-_REASON = 400  # characters
 _STARTS = 3  # tries to start the ranks; a node may go away meanwhile
 _LOG = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0"}  # what ranks print is kept as a file, all of it
 _TRAIN = {  # of Ray Train, read by this process and its controller
@@ -135,7 +134,7 @@ class RayLauncher:
             try:
                 messages = ray.get(mailbox.receive.remote(_POLL_S if running else 0.0))
             except RayError as err:  # with its actor the messages are lost, not the training
-                died = dict.fromkeys(progress.placed, f"lost its mailbox: {_in_words(err)}")
+                died = dict.fromkeys(progress.placed, f"lost its mailbox: {in_brief(err)}")
                 raise RanksEnded(died, progress.tails) from None
             for message in map(pickle.loads, messages):
                 progress.note(message)
@@ -326,12 +325,12 @@ def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collecti
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, ControllerError):
-        return RuntimeError(f"Ray Train could not start the ranks: {_in_words(error.controller_failure)}")
+        return RuntimeError(f"Ray Train could not start the ranks: {in_brief(error.controller_failure)}")
     if not isinstance(error, WorkerGroupError):
-        return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else _in_words(error)}")
+        return RuntimeError(f"Ray Train failed: {'no reason given' if error is None else in_brief(error)}")
     died = {number: err for number, err in sorted(error.worker_failures.items()) if not isinstance(err, RankRaised)}
     hosts = {number: placed.host for number, placed in progress.placed.items()}
-    texts = {number: f"died on node {hosts.get(number, 'unknown')}: {_in_words(err)}" for number, err in died.items()}
+    texts = {number: f"died on node {hosts.get(number, 'unknown')}: {in_brief(err)}" for number, err in died.items()}
     for number, placed in progress.placed.items():
         if placed.node in lost and number not in progress.tails | texts:
             texts[number] = f"was lost with node {placed.host}"
@@ -384,9 +383,3 @@ def _waits_for_room() -> bool:
     job = ray.get_runtime_context().get_job_id()
     groups: Mapping[str, Mapping[str, Any]] = placement_group_table()
     return any(group["state"] == "PENDING" for name, group in groups.items() if name.endswith(job))
-
-
-def _in_words(err: BaseException) -> str:
-    """The message of an exception, shortened, on one line; without one its class."""
-    inner = getattr(err, "health_check_failure", err)  # Ray Train wraps the death of a worker
-    return in_a_line(inner, _REASON) or type(inner).__name__

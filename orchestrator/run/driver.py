@@ -11,10 +11,10 @@ from __future__ import annotations
 import importlib.util
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jobs.hardware.machine import probe
 from jobs.schema.axes import check_values
@@ -274,25 +274,31 @@ def _close(
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt: before the first point there is nothing to record of it."""
-    before = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
+def _handling(handler: Callable[[int, object], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals within the block, but no SIGHUP that was ignored at the start, as `nohup` does.
+
+    One that is ignored since a first signal stays so: it may come at the very end.
+    """
+    heeded = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:
-        _restore(before)
+        for number, earlier in before.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, earlier)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    """Raise KeyboardInterrupt, once: a signal that came with the first, or right after it, interrupts no cleanup."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _pass_over)
-    raise KeyboardInterrupt
+def _interruptible() -> AbstractContextManager[None]:
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt: before the first point there is nothing to record of it."""
 
+    def interrupt(number: int, frame: object) -> None:
+        """Raise it once: a signal that came with the first, or right after it, interrupts no cleanup."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda again, frame: signal.signal(again, signal.SIG_DFL))  # the one after kills
+        raise KeyboardInterrupt
 
-def _pass_over(number: int, frame: object) -> None:
-    """Let the next signal of this number kill: this one may have come with the first."""
-    signal.signal(number, signal.SIG_DFL)
+    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -310,22 +316,6 @@ def _stopping() -> Iterator[Callable[[], str | None]]:
         if number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
 
-    signals = _heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in signals}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # Ray's jobs start with SIGINT blocked
-    try:
+    with _handling(note, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
         yield lambda: reasons[0] if reasons else None
-    finally:
-        _restore(before)
-
-
-def _restore(before: Mapping[signal.Signals, Any]) -> None:
-    """Set the handlers again, but leave a SIGHUP ignored if it is since a first signal: it may come at the very end."""
-    for number, handler in before.items():
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
-def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """The signals without a SIGHUP that was ignored at the start, as `nohup` does."""
-    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]

@@ -251,12 +251,8 @@ def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitSt
     )
 
 
-def _nothing(ended: Sequence[EndedPoint]) -> Sequence[Point]:
-    return ()
-
-
 def new_plan(
-    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], further: Further = _nothing
+    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], further: Further = lambda ended: ()
 ) -> Plan:
     """The plan of a new run. `machines`: the machine as each interpreter of the points finds it."""
     plan = Plan(run, machines, further, History(run), again=False)
@@ -269,7 +265,7 @@ def resumed_plan(
     points: Sequence[Point],
     machines: Mapping[str | None, Machine],
     old: History,
-    further: Further = _nothing,
+    further: Further = lambda ended: (),
     *,
     again: bool,
 ) -> Plan:
