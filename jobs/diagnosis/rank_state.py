@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -102,23 +103,14 @@ def identity(pid: int) -> str | None:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-    return f"{_boot()} {_namespace()} {pid} {started}"
-
-
-def _boot() -> str:
-    """The kernel's start, told from every other one; a sandbox that does not tell has its host's name."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _namespace() -> str:
-    """The namespace of this process's numbers; "" where the kernel does not tell."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # of the kernel's start
+    except OSError:  # of a sandbox
+        boot = socket.gethostname()
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{boot} {namespace} {pid} {started}"
 
 
 class Notes:

@@ -31,16 +31,6 @@ SMALL = {
 BENCH = Path(__file__).parents[2] / "jobs" / "configs" / "bench.yaml"
 
 
-def test_points_are_layouts_lengths_passes_and_implementations_at_a_number_of_tokens() -> None:
-    points = Spec.model_validate(SMALL).points(CPU)
-    assert len({point.label for point in points}) == len(points) == 2 * 2 * 2 * 3
-    assert points[0].label == "4/2 d8 chunked forward S=64"
-    assert [point.axes.seq_len for point in points] == [64] * 12 + [256] * 12
-    assert {(point.axes.seq_len, point.axes.batch) for point in points} == {(64, 2), (256, 1)}
-    assert {(p.axes.query_heads, p.axes.kv_heads, p.axes.head_dim) for p in points} == {(4, 2, 8), (3, 1, 16)}
-    assert {point.kind for point in points} == {"bench"}
-
-
 def test_the_ready_spec_is_the_table_of_the_design_with_stages_last() -> None:
     points = load_spec(BENCH).points(H200)
     timed = [point for point in points if point.config["profiles"] is None]

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
-import pytest
-
-from jobs.process import post_mortem, watch
-from jobs.process.child import Child
-from jobs.process.watch import DeadlineWatch, Limits
-from jobs.schema.states import PointState
+from jobs.process import post_mortem
 
 
 def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path: Path, monkeypatch) -> None:
@@ -20,22 +13,6 @@ def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path: Path,
     paths = [tmp_path / "memory.events", tmp_path / "memory.oom_control", tmp_path / "missing"]
     monkeypatch.setattr(post_mortem, "_oom_counters", lambda: iter(paths))
     assert post_mortem.oom_kills() == 5
-
-
-@pytest.mark.parametrize(("kills", "state"), [([2, 3], PointState.OOM), ([2, 2], PointState.CRASH)])
-def test_a_process_that_the_kernel_kills_for_memory_is_oom(
-    kills: list[int], state: PointState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = iter(kills)
-    monkeypatch.setattr(watch, "oom_kills", lambda: next(counts))
-    monkeypatch.setattr(watch, "_LOW_MEMORY", 0)
-    child = Child("builtins:print")
-    following, ended = DeadlineWatch(child, Limits(60, 60, 60)), None
-    os.kill(child.pid, signal.SIGKILL)
-    while ended is None:
-        _, ended = following.step()
-    child.discard()
-    assert ended.state is state
 
 
 def test_an_exit_is_described() -> None:

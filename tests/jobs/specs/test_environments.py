@@ -19,12 +19,6 @@ OTHER = Machine("cpu", "processor", 2**33, {"torch": "2.11"})
 SPEC = {"kind": "drill", "name": "t", "behaviours": ["ok", "slow"]}
 
 
-def test_a_spec_without_environments_has_its_points_as_they_are() -> None:
-    spec = parse_spec(SPEC)
-    assert spec.all_points({None: CPU}) == list(spec.points(CPU))
-    assert spec.settings == []
-
-
 def test_every_point_is_planned_under_each_interpreter_and_environment() -> None:
     long = {"TORCH_LOGS": "x" * 80}
     spec = parse_spec({**SPEC, "python": [None, "/opt/b/python"], "env": [{}, {"TRITON_B": "1", "OMP_A": "2 3"}, long]})

@@ -14,7 +14,7 @@ from processes import is_alive
 from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
-from jobs.process import messages, post_mortem
+from jobs.process import messages
 from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
@@ -166,7 +166,7 @@ def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
 
 def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
     counts = iter([7])
-    monkeypatch.setattr(post_mortem, "oom_kills", lambda: next(counts, 8))
+    monkeypatch.setattr("jobs.process.watch.oom_kills", lambda: next(counts, 8))
     [end] = ended(measure("os.kill(os.getpid(), 9)"))
     assert end.outcome.state is PointState.OOM
 
