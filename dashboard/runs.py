@@ -76,7 +76,7 @@ def _list(store: Store, text: str | None, origin: str | None, state: str | None,
         return
     chosen = grids.runs(frame, key="runs")
     if chosen is not None:
-        _go(run=chosen)
+        st.switch_page("runs.py", query_params={"run": chosen})
 
 
 def _run_page(store: Store, run_id: str) -> None:
@@ -131,7 +131,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         points, data.measurements(store, run_ids=[run_id]), data.quantities(store, [run_id]), key="points"
     )
     if chosen is not None:
-        _go(run=run_id, point=chosen)
+        st.switch_page("runs.py", query_params={"run": run_id, "point": chosen})
 
 
 def _provenance(run: dict[str, Any]) -> dict[str, str]:
@@ -352,10 +352,6 @@ def _missing(what: str, name: str) -> None:
 
 def _link(label: str, icon: str = ":material/arrow_back:", **query: str) -> None:
     st.page_link("runs.py", label=label, icon=icon, query_params=query)
-
-
-def _go(**query: str) -> None:
-    st.switch_page("runs.py", query_params=query)
 
 
 if __name__ == "__main__":

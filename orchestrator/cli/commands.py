@@ -312,8 +312,8 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
-    from orchestrator import report as reports
     from orchestrator.cli.lookup import find_runs, open_store
+    from orchestrator.report import write as reports
 
     with open_store() as store:
         run_ids = find_runs(store, runs)

@@ -44,10 +44,6 @@ class Place:
     batch: int
     pass_: str
 
-    def of(self, pass_: str) -> Place:
-        """The place with another pass."""
-        return replace(self, pass_=pass_)
-
 
 @dataclass(frozen=True)
 class Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, take_overs
@@ -54,7 +55,7 @@ def _operator(bench: Bench, of: str) -> Table:
 
 
 def _cells(bench: Bench, place: Place, implementation: str) -> list[str]:
-    passes = [place.of(FORWARD), place.of(BOTH)]
+    passes = [replace(place, pass_=pass_) for pass_ in (FORWARD, BOTH)]
     times = [bench.value(at, implementation, TIME) for at in passes]
     states = [bench.states.get((at, implementation)) for at in passes]
     dense = [bench.dense(at) for at in passes]
@@ -108,15 +109,15 @@ def _branches(bench: Bench, of: str, explained: str) -> Iterable[Table]:
         places = sorted(staged, key=lambda at: at[0].seq_len)
         (first, name), shares = places[0], [staged[at] for at in places]
         shown = [branch for branch in Branch if any(branch in one.milliseconds for one in shares)]
-        rows = [
-            [
-                f"{place.seq_len:,}",
-                *(_shared(one.milliseconds.get(branch), one.share(branch)) for branch in shown),
-                _ms(one.total),
-                _part(one.milliseconds.get(Branch.COMPRESSED), bench.dense(place)),
-            ]
-            for (place, _), one in zip(places, shares, strict=True)
-        ]
+        rows = []
+        for (place, _), one in zip(places, shares, strict=True):
+            cells = [f"{place.seq_len:,}"]
+            for branch in shown:
+                time = one.milliseconds.get(branch)
+                cells.append(UNMEASURED if time is None else f"{_ms(time)} ({100 * one.share(branch):.0f} %)")
+            dense, compressed = bench.dense(place), one.milliseconds.get(Branch.COMPRESSED)
+            part = UNMEASURED if dense is None or compressed is None else f"{compressed / dense.value:.3f}"
+            rows.append([*cells, _ms(one.total), part])
         unknown = sorted({stage for one in shares for stage in one.unknown})
         more = f" Stages of unknown names, which count as other: {', '.join(unknown)}." if unknown else ""
         columns = ["S", *(_TITLES.get(branch, branch.value) for branch in shown), "all kernels", "compressed / dense"]
@@ -126,14 +127,6 @@ def _branches(bench: Bench, of: str, explained: str) -> Iterable[Table]:
 
 
 _TITLES = {Branch.SHARED: "compressed and window"}
-
-
-def _shared(time: float | None, share: float) -> str:
-    return UNMEASURED if time is None else f"{_ms(time)} ({100 * share:.0f} %)"
-
-
-def _part(time: float | None, dense: Figure | None) -> str:
-    return UNMEASURED if time is None or dense is None else f"{time / dense.value:.3f}"
 
 
 def _stages(bench: Bench, of: str) -> Iterable[Table]:

@@ -18,8 +18,8 @@ import orchestrator
 from jobs import decode
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState, RunState
-from orchestrator.report import ReportError, report, write_report
 from orchestrator.report.series import labels
+from orchestrator.report.write import ReportError, report, write_report
 from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import MetricData, RunEndRecord

@@ -10,9 +10,9 @@ import pytest
 from jobs.schema.states import PointState
 from jobs.specs.load import load_spec
 from orchestrator.judge.rules import READY_SPECS
-from orchestrator.report import ReportError
 from orchestrator.report.numbers import amount, number
 from orchestrator.report.template import render, render_folder
+from orchestrator.report.write import ReportError
 from orchestrator.store import Store, queries
 
 RUN = "20261120-120000-demo-abcd"
