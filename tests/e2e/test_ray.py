@@ -213,6 +213,7 @@ CHECK = """
 from dataclasses import replace
 from pathlib import Path
 from jobs.specs.load import load_spec
+from orchestrator.errors import UserError
 from orchestrator.messages import Requirements
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.settings import load_settings
