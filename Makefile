@@ -48,7 +48,7 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and ot
 	@$(BIN)/nsa report last
 	@$(BIN)/nsa report last --out var/demo-report.html
 	@echo
-	@$(BIN)/nsa gate last --target linear-scaling || test $$? -ne 2
+	@$(BIN)/nsa gate linear-scaling --on cpu --run last --why || test $$? -ne 2
 	@echo
 	@echo "Verdicts:  nsa gate (of all targets, on our GPU runs, too)"
 	@echo "Report:    var/demo-report.html"

@@ -20,9 +20,11 @@ from orchestrator.artifact_url import is_local
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
-from orchestrator.judge import analysis
+from orchestrator.judge import analysis, crossover
 from orchestrator.judge import decisions as judging
 from orchestrator.judge.branches import BranchShares, branch_shares
+from orchestrator.judge.crossover import Crossing
+from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.settings import Settings, load_settings
 from orchestrator.store import Store, exporter, queries
@@ -81,6 +83,19 @@ def decisions(store: Store) -> list[judging.Decision]:
     """Decisions on all targets from the whole store. Raises GatesError if the rules cannot be read."""
     gates = load_gates(load_settings().gates)
     return _decisions(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
+
+
+def crossings(store: Store) -> list[Crossing]:
+    """Where NSA begins to pay, by workload and card. Raises GatesError if the rules cannot be read."""
+    gates = load_gates(load_settings().gates)
+    return _crossings(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
+
+
+@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
+def _crossings(
+    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
+) -> list[Crossing]:  # as _decisions
+    return crossover.crossings(measured_runs(store, None), _gates)
 
 
 # Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.

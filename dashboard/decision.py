@@ -10,8 +10,10 @@ import streamlit as st
 from dashboard import parts
 from jobs.schema.quantities import in_words
 from jobs.schema.states import Result
+from orchestrator.judge.growth import short
 
 if TYPE_CHECKING:
+    from orchestrator.judge.crossover import Crossing
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 
@@ -48,14 +50,14 @@ def show(decision: Decision) -> None:
     st.html(_STYLE)
     with st.container(border=True, key=f"decision-{decision.name}", gap="xsmall"):
         st.markdown(f"### {parts.badge(decision.result, parts.RESULTS)} {parts.plain(decision.title)}")
-        st.markdown(parts.plain(decision.sentence))
+        st.markdown("  \n".join(map(parts.plain, decision.sentences)))
         if (plan := decision.plan) is not None:
             measured = [
                 f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
                 f"{parts.minutes(60 * plan.hours_at(rule.value))}"
                 for verdict in machines.values()
                 for rule in verdict.rules
-                if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value
+                if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value and not rule.transferred
             ]
             st.caption(
                 f"**Plan** {plan.steps:,} steps × {plan.tokens_per_step:,} tokens in {plan.hours:g} h "
@@ -66,6 +68,24 @@ def show(decision: Decision) -> None:
         _reasons(decision.name, machines)
         if decision.steps:
             _steps(decision)
+
+
+def pays(crossings: list[Crossing]) -> None:
+    """Draw where NSA begins to pay: a line a workload and card, with the ratios at the lengths measured."""
+    rows = []
+    for each in crossings:
+        ratios = " · ".join(f"{short(length)}\N{NO-BREAK SPACE}{ratio:.2f}" for length, ratio in each.ratios.items())
+        rows.append(
+            {
+                "Workload": parts.plain(each.title),
+                "Card": parts.plain(each.hardware.title.removeprefix("1× ")),
+                "NSA begins to pay": f"**{parts.plain(each.words)}**",
+                "Time of NSA / fastest dense attention, by S": ratios,
+            }
+        )
+    with st.container(border=True, key="crossovers", gap="xsmall"):
+        st.markdown("### Where NSA begins to pay")
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
 
 
 def _title(decision: Decision, verdict: TargetVerdict) -> str:
@@ -88,7 +108,11 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     columns = {}
     for title, verdict in machines.items():
         cells = {rule.rule: _cell(rule) for rule in verdict.rules}
-        columns[title] = [_sign(verdict.result, str(verdict.result)), *(cells.get(rule, _NO_RULE) for rule in by_rule)]
+        answers = [verdict.result, *verdict.questions.values()]
+        columns[title] = [
+            *(_sign(each, str(each)) for each in answers),
+            *(cells.get(rule, _NO_RULE) for rule in by_rule),
+        ]
     # All bounds where machines differ, so that a line breaks between them only.
     bounds = [" or ".join(dict.fromkeys(parts.bound(rule) for rule in rules)) for rules in by_rule.values()]
     names = [parts.plain(in_words(rule)) for rule in by_rule]
@@ -105,7 +129,9 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
                 f"commits: {', '.join(map(parts.code, verdict.commits))}"
             )
     with st.container(key=f"rules-{name}", gap="xsmall"):
-        table = pd.DataFrame({"Rule": ["**Verdict**", *names], "Bound": ["", *bounds], **columns})
+        questions = [f"**{name.capitalize()}**" for name in next(iter(machines.values())).questions]
+        asked = ["**Verdict**", *questions]
+        table = pd.DataFrame({"Rule": [*asked, *names], "Bound": [*("" for _ in asked), *bounds], **columns})
         st.table(table, border="horizontal", hide_index=True)
         st.caption("  \n".join(lines))
 
@@ -159,10 +185,13 @@ def _steps(decision: Decision) -> None:
     label = f"What would settle the open rules: {parts.count(len(ready), 'command')}"
     if minutes and len(minutes) == len(ready):
         label += f", about {parts.minutes(sum(minutes))}"
+    if costs := [step.cost for step in ready if step.cost is not None]:
+        label += f", \\${sum(costs):.2f}"
     with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
         for step in ready:
             gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
             time = "time unknown" if step.minutes is None else f"about {parts.minutes(step.minutes)}"
+            time += "" if step.cost is None else f", \\${step.cost:.2f}"
             text = f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {parts.plain(', '.join(step.settles))}"
             st.markdown(text, help=parts.plain(step.basis) or None)
             st.code(step.command, language="bash", wrap_lines=True)

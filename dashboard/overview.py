@@ -59,6 +59,8 @@ def _decisions(store: Store) -> None:
     except UserError as err:
         help_pages.explain(err)
         return
+    if crossings := data.crossings(store):
+        decision.pays(crossings)
     for each in decisions:
         decision.show(each)
 

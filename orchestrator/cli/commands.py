@@ -346,11 +346,13 @@ def _from_template(store: Store, template: Path, run_ids: Sequence[str], out: Pa
 
 @app.command()
 def gate(
-    runs: Runs = None,
+    target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None,
+    on: Annotated[str | None, typer.Option(help="the machine, e.g. 1x-h200; none: all of the target's")] = None,
+    runs: Annotated[list[str] | None, typer.Option("--run", help="judge this run alone, or these")] = None,
     gates: Rules = None,
-    target: Annotated[str | None, typer.Option(help=f"only this: {_TARGET}")] = None,
+    why: Annotated[bool, typer.Option("--why", help="each rule with its evidence, and the figures' SQL")] = False,
 ) -> None:
-    """Judge stored results, with reasons. Exit 0: all decisions GO; 1: one is NO-GO; 3: none is, but one is UNKNOWN."""
+    """Judge stored results on each machine asked. Exit 0: GO on all of them; 1: NO-GO on one; 3: UNKNOWN on one."""
     from orchestrator.cli import console
     from orchestrator.cli.lookup import find_runs
     from orchestrator.judge.decisions import decisions
@@ -359,17 +361,17 @@ def gate(
     from orchestrator.store import Store, StoreError
 
     settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target)
+    rules = load_gates(gates or settings.gates).only(target).on(on)
     with Store.open(settings.database, create=False, readonly=True) as store:
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
-    if not (runs or gates or target):  # the standing rules on all stored results: shown by v_gate
+    if not (runs or gates or target or on):  # the standing rules on all stored results: shown by v_gate
         try:
             with Store.open(settings.database, create=False) as store:
                 save_verdicts(store, None, verdicts)
         except StoreError as err:
             terminal.warn(f"warning: {err}; v_gate keeps the verdicts of before")
     found = decisions(rules, verdicts)
-    summary.print_decisions(found, console.out)
+    summary.print_gate(found, console.out, why=why)
     raise typer.Exit(_exit_code(found))
 
 
@@ -405,7 +407,7 @@ def resolve(
     resolving.check_commands(rules)
     resolving.run(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
     found = _decide(settings, rules)
-    summary.print_decisions(found, console.out)
+    summary.print_gate(found, console.out)
     raise typer.Exit(_exit_code(found))
 
 

@@ -127,7 +127,8 @@ def cost(step: Step) -> str:
     gpus = f"{step.gpus} GPU{'s' if step.gpus > 1 else ''}" if step.gpus else "no GPU"
     if step.minutes is None:
         return f"{gpus}; duration {step.basis}"
-    return f"{gpus}, about {max(1, round(step.minutes))} min ({step.basis})"
+    price = "" if step.cost is None else f", ${step.cost:.2f}"
+    return f"{gpus}, about {max(1, round(step.minutes))} min{price} ({step.basis})"
 
 
 def file_name(name: str) -> str:

@@ -18,12 +18,19 @@ BoundedRule = ExponentRule | MetricRule | RatioRule
 
 @dataclass(frozen=True)
 class Candidate:
-    """A value to compare with the bound: its points, its description, and the interval if it is a fit."""
+    """A value to compare with the bound: its points, its description, and the interval if it is a fit.
+
+    Attributes:
+        query: SQL that gives the value; None for a fit.
+        seq_len: the length of its points; None for a fit.
+    """
 
     value: float
     points: list[str]
     what: str
     interval: tuple[float, float] | None = None
+    query: str | None = None
+    seq_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,9 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     for row in rows:
         value = abs(row["value"]) if rule.absolute else row["value"]
         what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _of_several(len(rows), "points")
-        candidates.append(Candidate(value, [row["point_id"]], what))
+        shown = "abs(value)" if rule.absolute else "value"
+        query = f"SELECT {shown} FROM v_metrics WHERE {_is_metric(row)}"
+        candidates.append(Candidate(value, [row["point_id"]], what, query=query, seq_len=row["seq_len"]))
     unit = rows[0]["unit"] if rows else rule.unit
     return Found(candidates, _lacking(rule, run, {row["point_id"] for row in rows}, scope), unit)
 
@@ -117,9 +126,22 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
         what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
         ratio = top["per_sequence"] / bottom["per_sequence"]
-        candidates.append(Candidate(ratio, points, what + _of_several(len(pairs), "pairs")))
+        sides = f"{_is_metric(top, 'a.')} AND {_is_metric(bottom, 'b.')}"
+        query = f"SELECT a.per_sequence / b.per_sequence FROM v_metrics a, v_metrics b WHERE {sides}"
+        what += _of_several(len(pairs), "pairs")
+        candidates.append(Candidate(ratio, points, what, query=query, seq_len=top["seq_len"]))
     lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
     return Found(candidates, lacking, refused=refused)
+
+
+def _is_metric(row: Row, table: str = "") -> str:
+    """SQL that chooses a row of v_metrics."""
+    return f"{table}point_id = {quoted(row['point_id'])} AND {table}metric = {quoted(row['metric'])}"
+
+
+def quoted(text: str) -> str:
+    """A text in SQL."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _on_other_texts(run: Run, top: Row, bottom: Row) -> bool:

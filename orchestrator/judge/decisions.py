@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.schema.states import Result
-from jobs.schema.training_plan import TrainingPlan
-from orchestrator.judge.rules import Gates
+from orchestrator.judge.candidates import quoted
+from orchestrator.judge.rules import QUESTIONS, Gates, Plan
 from orchestrator.judge.steps import Step, merged
-from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate, worst
 from orchestrator.store import Store
 
+_ORDER = [Result.NO_GO, Result.GO, Result.UNKNOWN]  # of sentences
 _NAMED = 3  # more rules than these are counted
 
 
@@ -21,14 +23,13 @@ class Decision:
 
     name: str
     title: str
-    plan: TrainingPlan | None
+    plan: Plan | None
     verdicts: tuple[TargetVerdict, ...]
 
     @property
     def result(self) -> Result:
-        """GO if one of its hardware is GO, NO-GO if none is and one is NO-GO, else UNKNOWN."""
-        results = {verdict.result for verdict in self.verdicts}
-        return next((each for each in (Result.GO, Result.NO_GO) if each in results), Result.UNKNOWN)
+        """NO-GO if one of its hardware is NO-GO, else UNKNOWN if one is, else GO."""
+        return worst(verdict.result for verdict in self.verdicts)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -38,13 +39,20 @@ class Decision:
     @property
     def sentence(self) -> str:
         """The result in words, with the headline figures of the hardware that was measured."""
+        return " ".join(self.sentences)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The sentence's parts: one a machine that was measured, one for the others."""
         judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
-        said = [_clause(each) for result in Result for each in judged if each.result is result]
+        said = [_clause(each) for result in _ORDER for each in judged if each.result is result]
         blank = [each for each in self.verdicts if each not in judged]
         missing = f"nothing measured{_on(blank, 'or')}" if blank else ""
         if self.result is Result.UNKNOWN:
-            return ". ".join(["Not yet" + (f": {missing}" if missing else ""), *said]) + "."
-        return ". ".join([*said, *([f"N{missing[1:]}"] if missing else [])]) + "."
+            said = ["Not yet" + (f": {missing}" if missing else ""), *said]
+        elif missing:
+            said.append(f"N{missing[1:]}")
+        return [f"{each}." for each in said]
 
 
 def decide(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[Decision]:
@@ -73,9 +81,79 @@ def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
     return f" on {', '.join(titles[:-1])} {last} {titles[-1]}"
 
 
+def query(verdict: TargetVerdict) -> str:
+    """One SQL query with a row for each measured figure in the verdict's sentence: its name, its value."""
+    figures = [(rule.rule, rule.query) for rule in _said(verdict) if rule.query]
+    if (cost := _cost(verdict)) is not None:
+        sql = f"{cost.gpu_hours * cost.rate!r} / ({cost.query})"
+        figures.append(("GPU-hours", f"SELECT {sql}"))
+        if cost.price is not None:
+            figures.append(("dollars", f"SELECT {cost.price} * {sql}"))
+    if verdict.crossing and verdict.crossing.query:
+        figures.append(("crossover", verdict.crossing.query))
+    return "\nUNION ALL ".join(f"SELECT {quoted(name)} AS figure, ({sql}) AS value" for name, sql in figures)
+
+
+def answers(verdict: TargetVerdict) -> str:
+    """The answers to a plan's questions in words, what fails first, then what it takes and where NSA begins to pay."""
+    said, parts = _said(verdict), []
+    for question, result in sorted(verdict.questions.items(), key=lambda each: _ORDER.index(each[1])):
+        figures = ", ".join(
+            (rule.says or _figure(rule, named=result is Result.NO_GO)) + (" (transferred)" if rule.transferred else "")
+            for rule in said
+            if rule.question == question
+        )
+        at = f" at S={verdict.plan.seq_len:,}" if question == QUESTIONS[-1] and verdict.plan else ""
+        if result is Result.UNKNOWN:
+            rules = [rule for rule in verdict.rules if rule.question == question]
+            names = [rule.rule for rule in rules if rule.result is Result.UNKNOWN]
+            left = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rules)} rules"
+            words = f"not known whether {question}{at} (open: {left})"
+        else:
+            words = f"{'not ' if result is Result.NO_GO else ''}{question}{at}"
+        parts.append(f"{words}: {figures}" if figures else words)
+    if (cost := _cost(verdict)) is not None:
+        money = "" if cost.price is None else f", ${_number(cost.gpu_hours * cost.price, 2)}"
+        parts.append(f"the plan takes {_number(cost.gpu_hours, 2)} GPU-hours{money}")
+    lesser = sum(rule.transferred is not None for rule in verdict.rules)
+    parts += [f"{lesser} of {len(verdict.rules)} rules rest on transferred evidence"] if lesser else []
+    text = "; ".join(parts)
+    return f"{text}. {verdict.crossing.words}" if verdict.crossing else text
+
+
+def _said(verdict: TargetVerdict) -> list[RuleVerdict]:
+    """The rules whose figures the sentence has: of each question those that fail, else its headlines."""
+    said = []
+    for question in verdict.questions:
+        rules = [rule for rule in verdict.rules if rule.question == question and rule.value is not None]
+        failed = [rule for rule in rules if rule.result is Result.NO_GO]
+        said += failed or [rule for rule in rules if rule.headline]
+    return said
+
+
+class _Cost(NamedTuple):
+    """GPU-hours of a plan at the throughput `rate` [tok/s], the SQL of that, and dollars for one of them."""
+
+    gpu_hours: float
+    rate: float
+    query: str
+    price: float | None
+
+
+def _cost(verdict: TargetVerdict) -> _Cost | None:
+    """What the plan costs at its measured throughput; None where that was not measured in its configuration."""
+    plan, machine = verdict.plan, verdict.hardware
+    for rule in verdict.rules:
+        if plan and machine and rule.headline and rule.unit == "tok/s" and rule.value and rule.query:
+            return _Cost(plan.hours_at(rule.value) * max(machine.gpus, 1), rule.value, rule.query, machine.price)
+    return None
+
+
 def _clause(verdict: TargetVerdict) -> str:
     """A verdict in words: "On 1x H200: 36,271 tok/s of 2,370 needed; open: soak-memory-slope"."""
     on = _on([verdict])
+    if verdict.questions:
+        return f"O{on[2:]}: {answers(verdict)}"
     if verdict.result is Result.NO_GO:
         failed = [rule for rule in verdict.rules if rule.result is Result.NO_GO]
         return f"No{on}: {', '.join(_figure(rule, named=True) for rule in failed)}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from datetime import timedelta
+from functools import cache, cached_property
 from typing import Any
 
 import pandas as pd
@@ -15,9 +17,14 @@ from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.filters import Row, Where
 from orchestrator.judge.hardware import Hardware
 from orchestrator.judge.stored import Outline, Series, Source, outlines
+from orchestrator.settings import SOURCES
 from orchestrator.store import Store, queries
 
 Lengths = Mapping[Series, int]
+_DIGESTS = ("sha256", "heldout_sha256", "tokenizer_sha256")  # of training data: bytes have the first, tokens the others
+_OLD = timedelta(days=90)
+_THROTTLED = 50  # % of the time
+_UNSTEADY = 0.5  # of the value: the distance from the tenth to the ninetieth percentile
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +63,8 @@ class Run:
 
     Attributes:
         minutes: its duration; None if it has not ended, or was resumed after a pause.
+        foreign: why its code is not that of this history; "" if it is.
+        old: whether the newest run came long after it.
     """
 
     run_id: str
@@ -68,6 +77,8 @@ class Run:
     outline: Outline
     source: Source
     resumed: bool
+    foreign: str
+    old: bool
     _metrics: dict[str, list[Row]] = field(default_factory=dict)
     _fits: dict[tuple[str, ...], list[Fit]] = field(default_factory=dict)
 
@@ -99,9 +110,7 @@ class Run:
         """Rows of a metric that are in the scope and match all further filters."""
         if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
             return []
-        if metric not in self._metrics:
-            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own_columns)
-        rows = (row for row in self._metrics[metric] if scope.matches(row))
+        rows = (row for row in self._values(metric) if scope.matches(row))
         return [row for row in rows if all(each.matches(row) for each in more)]
 
     def fits(self, metric: str, scope: Scope) -> list[Fit]:
@@ -135,7 +144,50 @@ class Run:
     @cached_property
     def texts(self) -> Mapping[str, str]:
         """Fingerprint of the text that each point was trained on, by point id; without those that have none."""
-        return self.source.texts(self.run_id)
+        texts = {}
+        for point_id, environment in self._environments.items():
+            training = environment.get("training")
+            corpus = training.get("corpus") if isinstance(training, dict) else None
+            if isinstance(corpus, dict) and (digests := [str(corpus[d]) for d in _DIGESTS if d in corpus]):
+                texts[point_id] = " ".join(digests)
+        return texts
+
+    def doubts(self, points: Sequence[str], hardware: Hardware | None, timed: str | None) -> list[str]:
+        """The reasons not to rest a decision on these points.
+
+        Args:
+            hardware: the machine on which they were measured.
+            timed: the metric, if it depends on the card's speed or memory.
+        """
+        found = [self.foreign] if self.foreign else []
+        found += ["measured more than 90 days before the newest run"] if self.old else []
+        if timed is None:
+            return found
+        for name, most, words in (
+            ("gpu_processes", 1, "{:g} processes on the card"),
+            ("gpu_throttled", _THROTTLED, "the card throttled {:.0f} % of the time"),
+        ):
+            values = [row["value"] or 0 for row in self._values(name) if row["point_id"] in points]
+            found += [words.format(max(values))] if values and max(values) > most else []
+        for row in self._values(timed):
+            if row["point_id"] in points and None not in (row["p10"], row["p90"], row["value"]):
+                spread = (row["p90"] - row["p10"]) / row["value"] if row["value"] else 0
+                found += [f"unsteady: {spread:.0%} between its percentiles 10 and 90"] if spread > _UNSTEADY else []
+        cards = [env["gpu"] for point, env in self._environments.items() if point in points and "gpu" in env]
+        for card in (each for each in cards if isinstance(each, dict)):
+            limit, usual = _number(card.get("power_limit_w")), hardware.power if hardware else None
+            found += [f"power capped at {limit:g} W"] if limit and usual and limit < usual else []
+            found += ["ECC was off"] if card.get("ecc") == "0" else []
+        return list(dict.fromkeys(found))
+
+    def _values(self, metric: str) -> list[Row]:
+        if metric not in self._metrics:
+            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own_columns)
+        return self._metrics[metric]
+
+    @cached_property
+    def _environments(self) -> Mapping[str, Any]:
+        return self.source.environments(self.run_id)
 
     @cached_property
     def _points(self) -> list[Row]:
@@ -152,8 +204,10 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     runs = []
     for row in rows:
         commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
+        foreign = "" if not commit or in_history(commit) else f"commit {commit} is not in this history"
         if commit and row["git_dirty"]:
             commit += " (uncommitted changes)"
+            foreign = "it ran with uncommitted changes"
         if row["ended_at"] is not None and not row["resumed"]:
             minutes = (row["ended_at"] - row["created_at"]).total_seconds() / 60
         runs.append(
@@ -168,9 +222,32 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
                 known[row["run_id"]],
                 source,
                 row["resumed"] > 0,
+                foreign,
+                max(each["created_at"] for each in rows) - row["created_at"] > _OLD,
             )
         )
     return runs
+
+
+@cache
+def in_history(commit: str) -> bool:
+    """Whether a commit is an ancestor of the checkout's; True where there is no whole history to ask."""
+    git = ["git", "-C", str(SOURCES)]
+    try:
+        shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+        if shallow.stdout.strip() != "false":
+            return True
+        asked = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True)
+        return asked.returncode == 0
+    except OSError:  # no git
+        return True
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
 
 
 def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:

@@ -70,6 +70,7 @@ class _Where(Strict):
     def also(self, more: Where) -> Where:
         """This filter with the fields that `more` gives in place of its own."""
         given = {name: getattr(each, name) for each in (self, more) for name in each.model_fields_set}
+        given["axes"] = {**self.axes, **more.axes}
         return type(self).model_validate(given)  # no copy: it would keep what is cached
 
     @cached_property

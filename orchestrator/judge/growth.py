@@ -279,9 +279,9 @@ class LocalSlope:
 
     def __str__(self) -> str:
         """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
-        start = f"{_short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
+        start = f"{short(self.low)} to " if self.high > _FEW_OCTAVES * self.low else ""
         slope = round(self.exponent, 1) + 0.0  # not -0.0
-        return f"{start}{_short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
+        return f"{start}{short(self.high)} {slope:.1f}" + (f" ± {self.error:.1f}" if self.error > 0.1 else "")
 
 
 def local_slopes(
@@ -325,7 +325,7 @@ def local_slopes(
     return tuple(reversed(slopes))
 
 
-def _short(length: int) -> str:
+def short(length: int) -> str:
     """A length in three digits: 512, 4K, 90.5K, 1M."""
     for size, suffix in ((2**20, "M"), (2**10, "K")):
         if length >= size:

@@ -24,6 +24,8 @@ class Hardware(BaseModel):
         gpus: cards in the machine; 0: a CPU.
         architecture: cards of the same one run the same kernels, e.g. "sm90".
         accelerator: Ray's accelerator type of the card.
+        power: the card's usual power limit [W]; evidence of a lower one is doubtful.
+        price: dollars for an hour of one GPU; None: not known.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +36,8 @@ class Hardware(BaseModel):
     gpus: StrictInt = Field(ge=0)
     architecture: str | None = Field(None, min_length=1)
     accelerator: str | None = Field(None, min_length=1)
+    power: StrictInt | None = Field(None, ge=1)
+    price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _card_or_cpu(self) -> Self:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictInt, ValidationError, model_validator
+from pydantic import Field, StrictInt, ValidationError, field_validator, model_validator
 
 from jobs.schema.axes import AXES
 from jobs.schema.states import FAILED, PointState
@@ -57,6 +57,66 @@ class Measure(Strict):
             raise ValueError(f"set: {wrong!r}: is not KEY=VALUE; write e.g. lengths=[512,1024]")
         return self
 
+    def at(self, values: Mapping[str, int]) -> Measure:
+        """The way with the plan's values in place of "{seq_len}", "{batch}", "{tokens}" and "{micro_batch}"."""
+        changed = self.set
+        for name, value in values.items():
+            changed = tuple(each.replace(f"{{{name}}}", str(value)) for each in changed)
+        return self.model_copy(update={"set": changed})
+
+
+class Plan(TrainingPlan):
+    """A planned run: its length and mode, beside its steps, tokens a step and hours.
+
+    Attributes:
+        mode: values of the axes of a training's mode on one GPU; `parallel` is that on several.
+    """
+
+    seq_len: int | None = Field(None, ge=1)
+    mode: dict[str, str] = Field({})
+    parallel: str | None = None
+
+    @model_validator(mode="after")
+    def _whole_sequences(self) -> Self:
+        if self.seq_len and self.tokens_per_step % self.seq_len:
+            raise ValueError(f"tokens_per_step: {self.tokens_per_step}: is no multiple of seq_len {self.seq_len}")
+        return self
+
+    def values(self, gpus: int) -> dict[str, int]:
+        """Numbers for commands, on so many GPUs; none without a length."""
+        if self.seq_len is None:
+            return {}
+        batch, ranks = self.tokens_per_step // self.seq_len, max(gpus, 1)
+        micro_batch = max(batch // ranks, 1)
+        return {
+            "seq_len": self.seq_len,
+            "batch": batch,
+            "tokens": self.tokens_per_step,
+            "micro_batch": micro_batch,
+        }
+
+    def where(self, names: Iterable[str], gpus: int) -> Where:
+        """The filter of points that agree with the plan in `names` (of AtPlan)."""
+        values, given = self.values(gpus), {}
+        for name in names:
+            if name == "mode":
+                given["axes"] = self.mode | ({"parallel": self.parallel} if gpus > 1 and self.parallel else {})
+            else:
+                given[name] = values[name]
+        return Where.model_validate(given)
+
+
+AtPlan = Literal["seq_len", "batch", "mode"]
+QUESTIONS = ("right", "feasible", "worth it")
+
+
+class Instead(Strict):
+    """Lesser evidence that counts as transferred: of points that do not agree with the plan in `without`."""
+
+    what: str = Field(min_length=1, description="what differs, in words")
+    without: tuple[AtPlan, ...] = ()
+    where: Where = ANY
+
 
 class Change(Strict):
     """A rule's differences on one hardware; `where` replaces the fields that it gives."""
@@ -86,6 +146,19 @@ class _Rule(Strict):
     min_gpus: StrictInt = Field(0, ge=0, description="the rule is for hardware with that many")
     transfers: bool = Field(False, description="evidence of another card of the same architecture may count")
     per_hardware: dict[str, Change] = Field({}, description="what differs on a hardware, by its name")
+    on_several: Change = Field(Change(), description="what differs on several GPUs; per_hardware comes first")
+    question: Literal["right", "feasible", "worth it"] | None = Field(None, description="the one that it answers")
+    at_plan: tuple[AtPlan, ...] = Field((), description="coordinates in which points agree with the target's plan")
+    instead: tuple[Instead, ...] = Field((), description="lesser evidence, in the order of preference")
+    says: str | None = Field(None, description="its figure in words, with {value}, {inverse} or {bound}")
+
+    @field_validator("says")
+    @classmethod
+    def _can_be_filled(cls, says: str | None) -> str | None:
+        try:
+            return says and (says.format(value=1.0, inverse=1.0, bound=1.0) and says)
+        except (KeyError, IndexError, ValueError) as err:
+            raise ValueError(f"{err} cannot be filled in; use {{value}}, {{inverse}} or {{bound}}") from None
 
     @property
     def of_hardware(self) -> str | None:
@@ -94,24 +167,39 @@ class _Rule(Strict):
         given["per_hardware"] = self.per_hardware
         return next((name for name, value in given.items() if value), None)
 
-    def on_hardware(self, hardware: Hardware) -> Self:
-        """The rule as it is judged on a hardware."""
-        change = self.per_hardware.get(hardware.name)
-        if change is None:
-            return self
-        given = {name: getattr(change, name) for name in change.model_fields_set}
-        return self.model_copy(update=given | {"where": self.where.also(change.where)})
+    def judged_on(self, hardware: Hardware | None, plan: Plan | None) -> Self:
+        """The rule as it is judged on a hardware (None: any machine), for a plan."""
+        where, given, gpus = self.where, {}, hardware.gpus if hardware and self.gpus == "all" else 1
+        for change in (
+            self.on_several if gpus > 1 else Change(),
+            self.per_hardware.get(hardware.name if hardware else ""),
+        ):
+            if change is not None:
+                given |= {name: getattr(change, name) for name in change.model_fields_set}
+                where = where.also(change.where)
+        if plan is not None:
+            weaker = [
+                each.model_copy(
+                    update={
+                        "where": where.also(plan.where(set(self.at_plan) - set(each.without), gpus)).also(each.where)
+                    }
+                )
+                for each in self.instead
+            ]
+            given |= {"instead": tuple(weaker), "measure": given.get("measure", self.measure).at(plan.values(gpus))}
+            where = where.also(plan.where(self.at_plan, gpus))
+        return self.model_copy(update=given | {"where": where})
 
 
 class _Bounded(_Rule):
     at_most: Bound | None = None
-    at_least: Bound | Literal["plan"] | None = None
+    at_least: Bound | Literal["plan", "seq_len"] | None = Field(None, description="plan: the tok/s that it needs")
 
     @model_validator(mode="after")
     def _one_bound(self) -> Self:
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError("give either at_most or at_least")
-        for name, change in self.per_hardware.items():
+        for name, change in (("on_several", self.on_several), *self.per_hardware.items()):
             if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
                 raise ValueError(
                     f"per_hardware.{name}.{other[0]}: is not the bound of this rule; change the one that it has"
@@ -134,6 +222,7 @@ class MetricRule(_Bounded):
     metric: str
     unit: str = Field(max_length=20)
     absolute: bool = False
+    proof: str | None = Field(None, description="a point without this metric does not violate the bound")
     every: bool = False
     min_points: int = Field(1, ge=1)
 
@@ -171,6 +260,7 @@ class StatesRule(_Rule):
 
     kind: Literal["states"]
     none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
+    but: dict[str, PointState] = Field({}, description="the state in which points of an implementation are to end")
     min_points: int = Field(1, ge=1)
 
 
@@ -183,7 +273,8 @@ class Target(Strict):
 
     name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = Field(min_length=1)
-    plan: TrainingPlan | None = None
+    plan: Plan | None = None
+    crossovers: tuple[str, ...] = Field((), description="the first that has evidence is named in sentences")
     hardware: tuple[str, ...] = ()
     rules: tuple[Rule, ...]
 
@@ -195,6 +286,9 @@ class Target(Strict):
             raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
         if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
             raise ValueError("at_least: 'plan' needs a plan; add steps, tokens_per_step and hours to the target")
+        of_plan = [rule.rule for rule in self.rules if rule.at_plan or getattr(rule, "at_least", None) == "seq_len"]
+        if of_plan and (self.plan is None or self.plan.seq_len is None):
+            raise ValueError(f"rules.{of_plan[0]}: needs a plan with seq_len; add both to the target")
         if double := _double(self.hardware):
             raise ValueError(f"hardware: {double!r} comes twice; remove one")
         return self
@@ -219,16 +313,41 @@ class Target(Strict):
 
     def rules_on(self, hardware: Hardware | None) -> list[Rule]:
         """The rules that are judged on a hardware, as they are judged there; None: on any machine."""
-        if hardware is None:
-            return list(self.rules)
-        return [rule.on_hardware(hardware) for rule in self.rules if hardware.gpus >= rule.min_gpus]
+        gpus = hardware.gpus if hardware else 0
+        return [rule.judged_on(hardware, self.plan) for rule in self.rules if gpus >= rule.min_gpus or not hardware]
+
+
+class Crossover(Strict):
+    """A workload, and the length from which on NSA takes less time than dense attention: the ratio falls below 1."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_NAME)
+    title: str = Field(min_length=1)
+    where: Where = ANY
+    numerator: Side
+    denominator: Side
+    same: tuple[str, ...] = _SHAPE
 
 
 class Gates(Strict):
     """The rules of all targets, and the hardware that they are about."""
 
     hardware: tuple[Hardware, ...] = ()
+    crossovers: tuple[Crossover, ...] = ()
     targets: tuple[Target, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_rules(cls, data: Any) -> Any:
+        """A target whose `rules` are the name of another has the same."""
+        targets = data.get("targets") if isinstance(data, dict) else None
+        if not isinstance(targets, list) or not all(isinstance(each, dict) for each in targets):
+            return data
+        named = {str(each.get("name")): each.get("rules") for each in targets}
+        shared = [
+            each | {"rules": named.get(str(each["rules"]), each["rules"])} if "rules" in each else each
+            for each in targets
+        ]
+        return data | {"targets": shared}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -239,6 +358,8 @@ class Gates(Strict):
         if double := _double(each.name for each in self.hardware):
             raise ValueError(f"hardware: {double!r} comes twice; give each its own name")
         for target in self.targets:
+            if unknown := sorted(set(target.crossovers) - {each.name for each in self.crossovers}):
+                raise ValueError(f"targets.{target.name}.crossovers: {unknown[0]!r} is unknown; describe it above")
             if unknown := sorted(set(target.hardware) - {each.name for each in self.hardware}):
                 raise ValueError(f"targets.{target.name}.hardware: {unknown[0]!r} is unknown; describe it in hardware")
             for hardware in filter(None, self.of(target)):
@@ -250,6 +371,21 @@ class Gates(Strict):
         """The hardware that a target is judged on; [None] if it names none."""
         known = {each.name: each for each in self.hardware}
         return [known[name] for name in target.hardware] or [None]
+
+    def on(self, machine: str | None) -> Gates:
+        """The rules of the targets that are judged on a hardware, on it alone; None: on all.
+
+        Raises:
+            GatesError: no target is judged on it.
+        """
+        if machine is None:
+            return self
+        chosen = [each for each in self.targets if machine in each.hardware]
+        if not chosen:
+            known = sorted({name for target in self.targets for name in target.hardware})
+            raise GatesError(f"--on: {machine!r}: no target is judged on it; use one of {', '.join(known)}")
+        targets = tuple(each.model_copy(update={"hardware": (machine,)}) for each in chosen)
+        return self.model_copy(update={"targets": targets})
 
     def only(self, wanted: str | None) -> Gates:
         """The rules of one target, on one hardware if `wanted` is TARGET/HARDWARE; None: all targets.

@@ -81,6 +81,7 @@ class Step:
         minutes: predicted duration; None if nothing is known about it.
         basis: the ground of the prediction, in words.
         settles: names of the rules.
+        price: dollars for an hour of one of the GPUs; None: not known.
         spec, overrides, accelerator: the command's ready spec, its `--set` options and Ray's accelerator type.
     """
 
@@ -94,6 +95,17 @@ class Step:
     spec: str | None = None
     overrides: tuple[str, ...] = ()
     accelerator: str | None = None
+    price: float | None = None
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU-hours that it is predicted to take."""
+        return None if self.minutes is None else self.gpus * self.minutes / 60
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars that it is predicted to cost."""
+        return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
 
 def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) -> Step:
@@ -105,12 +117,13 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
         lacking = measure.lacking or measure.text or ""
         return Step(None, lacking, title, gpus, None, "not known", (rule.rule,))
     gpus = gpus if hardware else int((_content(measure.spec).get("resources") or {}).get("num_gpus") or 0)
-    accelerator = hardware.accelerator if hardware else None
+    accelerator, price = (hardware.accelerator, hardware.price) if hardware else (None, None)
     overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))
     options = [item for override in overrides for item in ("--set", override)]
     command = shlex.join(["nsa", "submit", str(Path(example_spec()).with_name(measure.spec)), *options])
     minutes, basis = predict(measure.spec, hardware, gpus, known)
-    return Step(command, "", title, gpus, minutes, basis, (rule.rule,), measure.spec, overrides, accelerator)
+    settles = (rule.rule,)
+    return Step(command, "", title, gpus, minutes, basis, settles, measure.spec, overrides, accelerator, price)
 
 
 def predict(spec: str, hardware: Hardware | None, gpus: int, known: Sequence[Duration]) -> tuple[float | None, str]:
@@ -158,3 +171,19 @@ def merged(steps: Iterable[Step]) -> tuple[Step, ...]:
             step = replace(before, hardware=", ".join(titles), settles=settles)
         by_key[key] = step
     return tuple(sorted(by_key.values(), key=lambda step: step.command is None))
+
+
+def total(steps: Sequence[Step]) -> str:
+    """What some steps take together: "41 min, 0.68 GPU-h, $2.60", "41+ min" where one is not known; "" without any."""
+    ready = [step for step in steps if step.command]
+    if not ready:
+        return "no command yet" if steps else ""
+    minutes, hours, dollars = (
+        [value for step in ready if (value := getattr(step, name)) is not None]
+        for name in ("minutes", "gpu_hours", "cost")
+    )
+    more = "+" if len(minutes) < len(ready) else ""
+    parts = [f"{max(1, round(sum(minutes)))}{more} min" if minutes else "time not known"]
+    parts += [f"{sum(hours):.2g}{more} GPU-h"] if any(hours) else []
+    parts += [f"${sum(dollars):.2f}{more}"] if dollars else []
+    return ", ".join(parts)

@@ -32,8 +32,7 @@ _coordinates = itemgetter(*_AXES, "gpu", "kind", "run_name")
 _ALL = (*(axis.name for axis in AXES), "gpu")
 _POINT = ("run_id", "run_name", "kind", "point_id", "label", "state", *_ALL)
 _METRIC = ("run_id", "run_name", "origin", "source", "kind", "point_id", "label", *_ALL)
-_METRIC += ("metric", "unit", "value", "ci_low", "ci_high", "per_sequence")
-_DIGESTS = ("sha256", "heldout_sha256", "tokenizer_sha256")  # of training data: bytes have the first, tokens the others
+_METRIC += ("metric", "unit", "value", "ci_low", "ci_high", "p10", "p90", "per_sequence")
 
 
 @dataclass(frozen=True)
@@ -195,18 +194,12 @@ class Source:
             for row in self._rows(query.order_by(v_metrics.c.point_id), _METRIC)
         ]
 
-    def texts(self, run_id: str) -> dict[str, str]:
-        """Digests of the text and tokenizer that each point of a run was trained on, by id; of those that have any."""
+    def environments(self, run_id: str) -> dict[str, Any]:
+        """The environment of each point of a run that has one, by id."""
         query = select(Point.id, Environment.content).join(Point.outcome)
         query = query.join(Environment, Environment.id == Attempt.environment_id).where(Point.run_id == run_id)
-        texts = {}
         with self.store.session() as session:
-            for point_id, environment in session.execute(query):
-                training = environment.get("training")
-                corpus = training.get("corpus") if isinstance(training, dict) else None
-                if isinstance(corpus, dict) and (digests := [str(corpus[d]) for d in _DIGESTS if d in corpus]):
-                    texts[point_id] = " ".join(digests)
-        return texts
+            return {point_id: content or {} for point_id, content in session.execute(query)}
 
     def _rows(self, query: Select, names: Sequence[str]) -> list[dict[str, Any]]:
         with self.store.session() as session:

@@ -11,17 +11,29 @@ GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or inco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState, Result
-from jobs.schema.training_plan import TrainingPlan
-from orchestrator.judge.candidates import BoundedRule, Candidate, Found, failures, find, wanted
+from orchestrator.judge.candidates import BoundedRule, Candidate, Found, failures, find, quoted, wanted
+from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.evidence import Run, Scope, measured_runs, preferred
 from orchestrator.judge.filters import Row
 from orchestrator.judge.hardware import Hardware
-from orchestrator.judge.rules import Gates, GatesError, MetricRule, Rule, StatesRule, Target, load_gates
+from orchestrator.judge.rules import (
+    QUESTIONS,
+    Gates,
+    GatesError,
+    MetricRule,
+    Plan,
+    RatioRule,
+    Rule,
+    StatesRule,
+    Target,
+    load_gates,
+)
 from orchestrator.judge.steps import Duration, Step, durations, step_of
 from orchestrator.judge.stored import series_of
 from orchestrator.store import Store
@@ -47,6 +59,9 @@ class RuleVerdict:
         transferred: name of the other card that the evidence is of; None: of this one.
         step: the measurement that would settle it; None unless it is UNKNOWN.
         headline: whether its figure belongs into a sentence about the target.
+        question: the one of QUESTIONS that it answers; None where the target asks none.
+        says: the figure in words, for a sentence.
+        query: SQL that gives `value` from the views; None for a fit.
     """
 
     rule: str
@@ -64,6 +79,9 @@ class RuleVerdict:
     transferred: str | None = None
     step: Step | None = None
     headline: bool = False
+    question: str | None = None
+    says: str | None = None
+    query: str | None = None
 
     @property
     def limit(self) -> str:
@@ -85,6 +103,7 @@ class TargetVerdict:
         name: the decision's name, with "/" and the hardware's where it has hardware.
         decision: the name of the target in YAML.
         hardware: the machine it is about; None: any.
+        crossing: where NSA begins to pay there, in the first workload of the target that has evidence.
     """
 
     name: str
@@ -93,6 +112,14 @@ class TargetVerdict:
     rules: list[RuleVerdict]
     decision: str
     hardware: Hardware | None = None
+    plan: Plan | None = None
+    crossing: Crossing | None = None
+
+    @property
+    def questions(self) -> dict[str, Result]:
+        """The answer to each question that a rule is about."""
+        asked = {each: [rule.result for rule in self.rules if rule.question == each] for each in QUESTIONS}
+        return {question: worst(results) for question, results in asked.items() if results}
 
     @property
     def full_title(self) -> str:
@@ -120,9 +147,18 @@ class _Case:
     """A rule to judge by the runs; `step` would settle it."""
 
     rule: Rule
-    plan: TrainingPlan | None
+    plan: Plan | None
     runs: list[Run]
     step: Step
+
+    def doubts(self, run: Run, points: Sequence[str], scope: Scope) -> str:
+        """Why the evidence is doubtful, in words; evidence for a plan is examined."""
+        rule = self.rule
+        timed = None
+        if isinstance(rule, RatioRule | MetricRule) and rule.question in ("feasible", "worth it"):
+            timed = rule.numerator.metric if isinstance(rule, RatioRule) else rule.metric
+        found = run.doubts(points, scope.hardware, timed) if self.plan and self.plan.seq_len else []
+        return f"doubtful: {', '.join(found)}: {self.how}" if found else ""
 
     @property
     def how(self) -> str:
@@ -143,12 +179,15 @@ def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -
 
 def judge(runs: list[Run], gates: Gates) -> list[TargetVerdict]:
     """The verdicts by these runs, newest first."""
-    minutes = durations(runs)
-    return [
-        _target(target, hardware, gates.hardware, runs, minutes)
-        for target in gates.targets
-        for hardware in gates.of(target)
-    ]
+    minutes, crossed = durations(runs), crossings(runs, gates)
+    verdicts = []
+    for target in gates.targets:
+        for hardware in gates.of(target):
+            verdict = _target(target, hardware, gates.hardware, runs, minutes)
+            here = [each for each in crossed if hardware and each.hardware.gpu == hardware.gpu]
+            crossing = next((each for name in target.crossovers for each in here if each.name == name), None)
+            verdicts.append(replace(verdict, crossing=crossing))
+    return verdicts
 
 
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
@@ -177,35 +216,45 @@ def _target(
         _judge(_Case(rule, target.plan, runs, step_of(rule, hardware, minutes)), hardware, known)
         for rule in target.rules_on(hardware)
     ]
-    results = {rule.result for rule in rules}
-    worst = next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in results)
     name = target.verdict_name(hardware.name) if hardware else target.name
-    return TargetVerdict(name, target.title, worst, rules, decision=target.name, hardware=hardware)
+    result = worst(rule.result for rule in rules)
+    return TargetVerdict(name, target.title, result, rules, decision=target.name, hardware=hardware, plan=target.plan)
+
+
+def worst(results: Iterable[Result]) -> Result:
+    """NO-GO if one is, else UNKNOWN if one is, else GO."""
+    found = set(results)
+    return next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in found)
 
 
 def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) -> RuleVerdict:
-    """The verdict by the hardware's own evidence, else by that of another card where the rule transfers."""
+    """The verdict by the plan's evidence on the hardware, else by lesser evidence that the rule accepts."""
     rule = case.rule
     scope = Scope(rule.where, hardware, whole=rule.gpus == "all")
     verdict = _judge_in(case, scope)
-    if verdict.value is None and hardware is not None and rule.transfers:
-        verdict = _transferred(case, scope, hardware, known) or verdict
+    if verdict.value is None and not any(run.failed(scope) for run in preferred(case.runs, scope)):
+        verdict = next(_transferred(case, scope, known), verdict)
+    says = None
+    if rule.says and verdict.value:
+        says = rule.says.format(value=verdict.value, inverse=1 / verdict.value, bound=verdict.bound)
     step = case.step if verdict.result is Result.UNKNOWN else None
-    return replace(verdict, step=step, headline=rule.headline)
+    return replace(verdict, step=step, headline=rule.headline, question=rule.question, says=says)
 
 
-def _transferred(case: _Case, own: Scope, hardware: Hardware, known: Sequence[Hardware]) -> RuleVerdict | None:
-    """The verdict by another card's evidence; None without any, and where complete runs failed on this card."""
-    if any(run.failed(own) for run in preferred(case.runs, own)):
-        return None
-    for other in known:
-        if hardware.akin(other):
-            there = other.model_copy(update={"gpus": hardware.gpus})
-            verdict = _judge_in(case, replace(own, hardware=there, lengths={}))
-            if verdict.value is not None:
-                card = next(run.gpu for run in case.runs if run.run_id == verdict.run_id) or other.title
-                return replace(verdict, transferred=card, reason=f"transferred from {card}: {verdict.reason}")
-    return None
+def _transferred(case: _Case, own: Scope, known: Sequence[Hardware]) -> Iterator[RuleVerdict]:
+    """Verdicts by lesser evidence: of other points on this card, then of another card of its architecture."""
+    rule, hardware = case.rule, own.hardware
+    others = [each for each in known if rule.transfers and hardware is not None and hardware.akin(each)]
+    cards = [hardware, *(other.model_copy(update={"gpus": own.hardware.gpus}) for other in others if own.hardware)]
+    filters = [("", rule.where), *((each.what, each.where) for each in rule.instead)]
+    for card, (what, where) in product(cards, filters):
+        if card is hardware and not what:
+            continue
+        verdict = _judge_in(case, replace(own, where=where, hardware=card, lengths={}))
+        if verdict.value is not None:
+            gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not hardware), None)
+            lesser = ", ".join(filter(None, (gpu, what)))
+            yield replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
 
 
 def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:
@@ -215,7 +264,7 @@ def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:
 
 
 def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
-    """Compare the worst candidate of the newest run that has any with the bound."""
+    """Compare the worst candidate of the newest run that has any with the bound; doubtful evidence makes no GO."""
     comparison, bound = _bound(rule, case.plan)
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
@@ -232,12 +281,18 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
         return replace(verdict, reason=f"not comparable: {found.refused}; {run}; {case.how}")
     if found.unit != unit:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
-    worst = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
-    margin = bound - worst.value if comparison == "<=" else worst.value - bound
+    furthest = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
+    margin = bound - furthest.value if comparison == "<=" else furthest.value - bound
     lacking = f"{found.lacking}: {case.how}" if found.lacking else _undecided(found.candidates, comparison, bound)
-    result = Result.NO_GO if margin < 0 else Result.UNKNOWN if lacking else Result.GO
-    reason = f"{worst.what}; {run}" + (f"; {lacking}" if lacking else "")
-    return replace(verdict, result=result, value=worst.value, margin=margin, reason=reason, evidence=worst.points)
+    lacking = "; ".join(filter(None, (lacking, case.doubts(run, furthest.points, scope))))
+    if margin < 0 and isinstance(rule, MetricRule) and rule.proof:
+        proven = {row["point_id"] for row in run.of(rule.proof, scope)}
+        if proven.isdisjoint(furthest.points):
+            margin, lacking = None, f"no {rule.proof} there, so that more was not tried: {case.how}"
+    result = Result.NO_GO if margin is not None and margin < 0 else Result.UNKNOWN if lacking else Result.GO
+    reason = f"{furthest.what}; {run}" + (f"; {lacking}" if lacking else "")
+    judged = {"value": furthest.value, "margin": margin, "evidence": furthest.points, "query": furthest.query}
+    return replace(verdict, result=result, reason=reason, **judged)
 
 
 def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
@@ -270,12 +325,12 @@ def _undecided(candidates: list[Candidate], comparison: str, bound: float) -> st
     return ""
 
 
-def _bound(rule: BoundedRule, plan: TrainingPlan | None) -> tuple[str, float]:
+def _bound(rule: BoundedRule, plan: Plan | None) -> tuple[str, float]:
     if rule.at_most is not None:
         return "<=", rule.at_most
-    if rule.at_least == "plan":
+    if isinstance(rule.at_least, str):
         assert plan is not None, "validated with the target"
-        return ">=", plan.needed
+        return ">=", plan.needed if rule.at_least == "plan" else float(plan.seq_len or 0)
     assert rule.at_least is not None, "validated with the rule"
     return ">=", rule.at_least
 
@@ -287,19 +342,23 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
         begun = next((run for run in case.runs if run.lengths(scope)), None)
         return replace(verdict, reason=_unmeasured(f"no points ({scope})", begun, case.how))
     points = run.in_scope(scope)
-    bad = [point for point in points if point["state"] in rule.none_of]
+    bad = [point for point in points if _is_bad(point, rule)]
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
     least = max(len(due), rule.min_points)
-    reason = f"{len(bad)} of {len(points)} points ended {', '.join(rule.none_of)}"
+    states = ", ".join(rule.none_of) if not rule.but else "otherwise than they should"
+    reason = f"{len(bad)} of {len(points)} points ended {states}"
     if bad:
         reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
     elif len(ended) < least:
         reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
-    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least else Result.GO
+    doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
+    reason += f"; {doubts}" if doubts else ""
+    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts else Result.GO
     return replace(
         verdict,
+        query=_query(rule, bad or ended),
         result=result,
         value=float(len(bad)),
         margin=0.0 - len(bad),
@@ -308,3 +367,20 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
         run_id=run.run_id,
         commit=run.commit,
     )
+
+
+def _is_bad(point: Row, rule: StatesRule) -> bool:
+    expected = rule.but.get(point["implementation"])
+    return point["state"] != expected if expected else point["state"] in rule.none_of
+
+
+def _query(rule: StatesRule, points: Sequence[Row]) -> str:
+    """SQL that counts those of the points that are bad."""
+
+    def among(texts: Iterable[str]) -> str:
+        return f"({', '.join(map(quoted, texts))})"
+
+    bad = f"state IN {among(rule.none_of)}"
+    for implementation, state in rule.but.items():
+        bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {bad} END"
+    return f"SELECT count(*) FROM v_points WHERE point_id IN {among(p['point_id'] for p in points)} AND {bad}"

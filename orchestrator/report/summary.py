@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from orchestrator.judge.verdicts import TargetVerdict
     from orchestrator.store import Store
 
-_STYLE = {Result.GO: "bold green", Result.NO_GO: "bold red", Result.UNKNOWN: "bold yellow"}
+_ANSWER = {Result.GO: "yes", Result.NO_GO: "no", Result.UNKNOWN: "?"}
+_STYLE = {Result.NO_GO: "bold red", Result.GO: "bold green", Result.UNKNOWN: "bold yellow"}
 _WIDTH_OF_A_PIPE = 200
 
 
@@ -61,7 +63,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     gates = load_gates(gates_file)
     verdicts = evaluate(store, gates, run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
-    print_decisions(decisions(gates, verdicts), console, brief=True)
+    print_decisions(decisions(gates, verdicts), console)
 
 
 def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
@@ -96,25 +98,67 @@ def print_fits(fits: Sequence[Fit], console: Console) -> None:
     console.print(Table("Growth with sequence length S: metric = overhead + c S^exponent", "", columns, rows).rich())
 
 
-def print_decisions(decisions: Sequence[Decision], console: Console, *, brief: bool = False) -> None:
-    """Print each decision in a sentence, then the rules on each hardware that has evidence.
-
-    `brief` leaves out transferred evidence, and names in one line the decisions that have no other.
-    """
+def print_decisions(decisions: Sequence[Decision], console: Console) -> None:
+    """Print each decision that has evidence of its machines in a sentence, then the rules; name the others."""
     blank = []
     for decision in decisions:
-        shown = [each for each in decision.verdicts if each.measured or (not brief and each.judged)]
-        if brief and not shown:
+        shown = [each for each in decision.verdicts if each.measured]
+        if not shown:
             blank.append(decision.name)
             continue
         title = f"{decision.result}  {decision.name}: {decision.title}"
         console.print(title, style=_STYLE[decision.result], markup=False)
         console.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
-        print_verdicts(shown or [each for each in decision.verdicts if each.hardware is None], console)
+        print_verdicts(shown, console)
         if any(each not in shown for each in decision.verdicts if each.hardware):
             console.print(f"  what would settle the rest: nsa plan {decision.name}", markup=False)
     if blank:
         console.print(f"no evidence in this run for {', '.join(blank)}", markup=False)
+
+
+def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = False) -> None:
+    """Print a line a machine: the verdict, the answers, what it would cost to find out; of one target also the words.
+
+    Args:
+        why: also each rule with its evidence, and the SQL of the figures.
+    """
+    from orchestrator.judge.decisions import answers, query
+    from orchestrator.judge.steps import merged, total
+
+    for decision in decisions:
+        title = f"{decision.result}  {decision.name}: {decision.title}"
+        console.print(title, style=_STYLE[decision.result], markup=False)
+        asked = decision.verdicts[0].questions
+        head = "".join(f"{question:<10}" for question in asked)
+        console.print(f"  {'':<13} {'':<8}{head}to find out", style="dim", markup=False)
+        for verdict in decision.verdicts:
+            machine = verdict.hardware.title if verdict.hardware else "any machine"
+            answered = "".join(f"{_ANSWER[result]:<10}" for result in verdict.questions.values())
+            left = total(merged(rule.step for rule in verdict.rules if rule.step))
+            console.print(f"  {machine:<13} {verdict.result:<8}{answered}{left}".rstrip(), markup=False, soft_wrap=True)
+        if len(decisions) > 1 and not why:
+            continue
+        for verdict in sorted(decision.verdicts, key=lambda each: [*_STYLE].index(each.result)):
+            if verdict.judged and verdict.questions and verdict.hardware:
+                _wrapped(console, f"On {verdict.hardware.title}: {answers(verdict)}.")
+        if len(decision.verdicts) == 1:
+            for step in decision.steps:
+                console.print(f"  {step.command or step.lacking}", style="cyan", markup=False, soft_wrap=True)
+                _wrapped(console, f"{total([step])}; settles {', '.join(step.settles)}".removeprefix("; "), "    ")
+        elif decision.steps:
+            console.print(f"  the commands: nsa plan {decision.name}", markup=False)
+        if why:
+            print_verdicts([each for each in decision.verdicts if each.judged or not each.hardware], console)
+            for verdict in decision.verdicts:
+                if sql := query(verdict):
+                    console.print(f"  the figures of {verdict.name}:\n{sql}", markup=False, soft_wrap=True)
+    if len(decisions) > 1 and not why:
+        console.print("why: nsa gate TARGET [--on MACHINE] [--why]", markup=False)
+
+
+def _wrapped(console: Console, text: str, indent: str = "  ") -> None:
+    for line in wrap(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:

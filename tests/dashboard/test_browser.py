@@ -204,7 +204,7 @@ def test_every_page_shows_real_results(page: Page, address: str):
 
 def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     visit(page, address, "Overview")
-    card = page.locator(".st-key-decision-m7c-125m-training")
+    card = page.locator(".st-key-decision-m7c-125m")
     rules, main = card.get_by_test_id("stTable"), page.get_by_test_id("stMain")
     expect(rules.get_by_role("row")).to_have_count(17)  # header, verdict and fifteen rules
     first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
@@ -233,7 +233,7 @@ def test_a_narrow_screen_scrolls_down_only_and_cuts_nothing_of_importance(
     assert first
     assert header["y"] + header["height"] <= first["y"]
     if title == "Overview":  # the first machine's column is that of the one that was measured
-        rules = page.locator(".st-key-decision-m7c-125m-training").get_by_test_id("stTable")
+        rules = page.locator(".st-key-decision-m7c-125m").get_by_test_id("stTable")
         expect(rules.get_by_role("columnheader").nth(2)).to_have_text("1× H200")
         value = rules.get_by_role("link", name="23,704 tok/s").first
         right = "e => e.getBoundingClientRect().right"
@@ -247,12 +247,12 @@ def test_a_narrow_screen_scrolls_down_only_and_cuts_nothing_of_importance(
 
 def test_what_is_opened_on_a_card_is_in_the_address(page: Page, address: str):
     visit(page, address, "Overview")
-    card = page.locator(".st-key-decision-m7c-125m-training")
+    card = page.locator(".st-key-decision-m7c-125m")
     card.get_by_role("radio", name="1× H200").click()
     expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
     card.get_by_text("What would settle the open rules").click()
     expect(card.get_by_test_id("stCode").first).to_be_visible()
-    page.wait_for_url("**next-m7c-125m-training=true**")
+    page.wait_for_url("**next-m7c-125m=true**")
     visit(page, page.url, "Overview")
     expect(table(page, "Why", "23,704 tok/s")).to_be_visible()
     expect(card.get_by_test_id("stCode").first).to_be_visible()

@@ -44,13 +44,15 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
 
 
 def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa, tmp_path: Path):
-    rules = DEFAULT_GATES.read_text().replace("{spec: learns_m7c.yaml}", "{lacking: a job that learns}")
+    rules = DEFAULT_GATES.read_text().replace(
+        '{spec: learns_m7c.yaml, set: ["seq_len={seq_len}"]}', "{lacking: a job that learns}"
+    )
     (tmp_path / "gates.yaml").write_text(rules)
-    _, out, _ = nsa("plan", "m7c-125m-training/2x-a100", "--gates", str(tmp_path / "gates.yaml"))
+    _, out, _ = nsa("plan", "m7c-125m/2x-a100", "--gates", str(tmp_path / "gates.yaml"))
     before, after = out.split("  no command settles:\n")
-    assert before.count("nsa submit") == 4
-    assert "settles throughput, peak-memory, utilisation, rank-imbalance on 2× A100 80 GB" in before
-    assert "    learns on 2× A100 80 GB: a job that learns\n" in after
+    assert before.count("nsa submit") == 10
+    assert "settles throughput, peak-memory, utilisation, rank-imbalance, trains-as-fast, energy, memory-be" in before
+    assert "    learns, not-too-good, both-learned, not-clairvoyant on 2× A100 80 GB: a job that learns\n" in after
 
 
 def test_a_command_that_its_spec_refuses_is_not_advised(nsa: Nsa, tmp_path: Path):
@@ -70,15 +72,29 @@ def test_a_decided_target_has_nothing_open(nsa: Nsa):
 
 
 @pytest.mark.usefixtures("measured")
-def test_gate_shows_rules_only_of_hardware_with_evidence(nsa: Nsa):
-    code, out, _ = nsa("gate", "--target", "linear-scaling")
+def test_gate_is_go_only_if_each_machine_asked_is(nsa: Nsa):
+    code, out, _ = nsa("gate", "linear-scaling")
+    assert (code, out.splitlines()[0].split()[0]) == (3, "UNKNOWN")
+    assert "  1× A100 80 GB UNKNOWN 17 min, 0.29 GPU-h, $0.52\n" in out
+    assert "correctness" not in out
+    code, out, _ = nsa("gate", "linear-scaling", "--on", "1x-h200", "--why")
     assert code == 0
-    assert "Nothing measured on 1× A100 80 GB, 1× H100 or CPU." in out
-    assert "GO  linear-scaling/1x-h200\n" in out
-    assert f"GO      correctness: 0.001 (bound <= 1, margin 0.999): transferred from {H200}: " in out
-    assert "linear-scaling/1x-a100" not in out
-    assert "nsa plan linear-scaling" in out
-    assert len(out.splitlines()) < 15
+    assert "GO      correctness: 0.001 (bound <= 1, margin 0.999): " in out
+    code, _, err = nsa("gate", "--on", "9x-h200")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: --on: '9x-h200': no target is judged on it; use one of 1x-a100")
+
+
+@pytest.mark.usefixtures("measured")
+def test_gate_fits_a_screen_and_says_what_it_would_cost(nsa: Nsa):
+    code, out, _ = nsa("gate", "m7c-125m")
+    lines = out.splitlines()
+    assert code == 3
+    assert lines[0] == "UNKNOWN  m7c-125m: The 125M model trains 50,000 steps at S=2,048"
+    assert lines[1].split() == ["right", "feasible", "worth", "it", "to", "find", "out"]
+    assert all(" GPU-h, $" in line for line in lines[2:8])
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
 
 
 @pytest.mark.usefixtures("measured")
@@ -86,9 +102,9 @@ def test_gate_stores_verdicts_by_hardware(nsa: Nsa, tmp_path: Path):
     assert nsa("gate")[0] == 3
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}", readonly=True) as store:
         stored = queries.verdicts(store).groupby("target")["target_result"].first()
-    assert len(stored) == 9
+    assert len(stored) == 3 * 6 + 4
     assert stored["linear-scaling/1x-h200"] == "GO"
-    assert stored["m7c-125m-training/1x-h200"] == "UNKNOWN"
+    assert stored["m7c-125m/1x-h200"] == "UNKNOWN"
 
 
 def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
@@ -97,14 +113,14 @@ def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
     assert err.startswith("error: NSA_RAY_DASHBOARD: 'http://127.0.0.1:1': no Ray cluster answers there; start one")
     code, _, err = nsa("resolve", "linear-scaling/tpu")
     assert code == 2
-    assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m-training, m7c-125m-training/1x-a100," in err
+    assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m, m7c-125m/1x-a100," in err
 
 
 @pytest.mark.parametrize(
     ("gpus", "accelerators", "fits"), [(1, {"A100"}, True), (4, {"A100"}, True), (1, {"H100"}, False), (0, {}, False)]
 )
 def test_a_node_fits_by_its_cards(gpus: int, accelerators: set[str], fits: bool):
-    gates = load_gates().only("m7c-125m-training/1x-a100")
+    gates = load_gates().only("m7c-125m/1x-a100")
     step = decisions(gates, judge([], gates))[0].steps[0]
     node = Node(gpus, frozenset(accelerators))
     assert node.can_run(step) is fits

@@ -320,6 +320,7 @@ def test_verdicts_are_stored_and_the_newest_shown(store: Store, sweep):
     assert len(queries.verdicts(store, RUN)) == len(frame)
 
 
+PLAN = {"layers": 12, "seq_len": 2048, "batch": 2, "compile": "on", "cuda_graphs": "on", "checkpointing": "off"}
 RULE = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1}
 
 
@@ -384,9 +385,7 @@ def test_rules_must_have_different_names(tmp_path: Path):
 
 
 def test_an_unknown_target_is_named():
-    with pytest.raises(
-        GatesError, match="target: 'linear' is unknown; use one of m7c-125m-training, m7c-125m-training/1x"
-    ):
+    with pytest.raises(GatesError, match="target: 'linear' is unknown; use one of m7c-125m, m7c-125m/1x-a100"):
         load_gates().only("linear")
     with pytest.raises(GatesError, match="target: 'linear-scaling/' is unknown"):
         load_gates().only("linear-scaling/")
@@ -394,16 +393,16 @@ def test_an_unknown_target_is_named():
 
 @pytest.mark.parametrize(
     ("shape", "result"),
-    [({}, UNKNOWN), ({"layers": 12, "batch": 16}, UNKNOWN), ({"layers": 12, "batch": 2}, GO)],
+    [({}, UNKNOWN), (PLAN | {"batch": 16}, UNKNOWN), (PLAN, GO)],
 )
 def test_another_model_on_the_card_is_not_evidence_for_this_one(
     sqlite_store: Store, sweep, shape: dict, result: Result
 ):
-    records = sweep(laws={"triton": 1.0}, gpu="NVIDIA H200")
+    records = sweep(laws={"triton": 1.0}, lengths=(2048,), gpu="NVIDIA H200")
     for record in records:
         changes = {"axes": {**record.axes, **shape}} if isinstance(record, PointRecord) else {}
         sqlite_store.apply(record.model_copy(update={"kind": "train"} if record is records[0] else changes))
-    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m-training/1x-h200"))
+    (verdict,) = evaluate(sqlite_store, load_gates().only("m7c-125m/1x-h200"))
     assert by_rule(verdict)["throughput"].result is result
 
 

@@ -1,0 +1,76 @@
+"""Where NSA begins to pay: the length from which on it takes less time than the fastest dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from orchestrator.judge.candidates import Candidate, find
+from orchestrator.judge.evidence import Run, Scope, preferred
+from orchestrator.judge.growth import short
+from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.rules import Crossover, Gates, RatioRule
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The crossover of a workload on a machine.
+
+    Attributes:
+        name: that of the workload in the rules.
+        ratios: time of NSA over that of the fastest dense attention, by length, ascending.
+        seq_len: the crossover, interpolated; None where no two lengths enclose it.
+        between: the measured lengths that enclose it, or the shortest and the longest measured.
+        query: SQL that gives `seq_len`; None without one.
+    """
+
+    name: str
+    title: str
+    hardware: Hardware
+    ratios: dict[int, float]
+    seq_len: float | None
+    between: tuple[int, int]
+    query: str | None
+
+    @property
+    def words(self) -> str:
+        """The crossover in words: "NSA pays from S = 7.3K (measured at 2K and 8K)"."""
+        low, high = map(short, self.between)
+        if self.seq_len is not None:
+            return f"NSA pays from S = {short(round(self.seq_len))} (measured at {low} and {high})"
+        if min(self.ratios.values()) < 1:
+            return f"NSA pays at all lengths measured, {low} to {high}"
+        return f"NSA does not pay at any length measured, {low} to {high}"
+
+
+def crossings(runs: Sequence[Run], gates: Gates) -> list[Crossing]:
+    """The crossover of each workload on each machine that has evidence."""
+    machines = [each for each in gates.hardware if each.gpus == 1]
+    found = (_crossing(each, hardware, runs) for each in gates.crossovers for hardware in machines)
+    return [each for each in found if each is not None]
+
+
+def _crossing(workload: Crossover, hardware: Hardware, runs: Sequence[Run]) -> Crossing | None:
+    scope = Scope(workload.where, hardware)
+    sides = {name: getattr(workload, name) for name in ("title", "numerator", "denominator", "same")}
+    rule = RatioRule.model_validate({"rule": "crossover", "kind": "ratio", "measure": "run it", "at_most": 1, **sides})
+    newest: dict[int, Candidate] = {}
+    for run in preferred(runs, scope):
+        here: dict[int, Candidate] = {}
+        for pair in find(rule, run, scope).candidates:  # the fastest of several dense attentions counts
+            if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len].value < pair.value):
+                here[pair.seq_len] = pair
+        newest = here | newest
+    if not newest:
+        return None
+    lengths = sorted(newest)
+    ratios = {length: newest[length].value for length in lengths}
+    crossed = [(a, b) for a, b in pairwise(lengths) if ratios[a] >= 1 > ratios[b]]
+    if not crossed or ratios[lengths[-1]] >= 1:
+        return Crossing(workload.name, workload.title, hardware, ratios, None, (lengths[0], lengths[-1]), None)
+    low, high = crossed[-1]
+    place = low + (high - low) * (ratios[low] - 1) / (ratios[low] - ratios[high])
+    before, after = (f"({newest[each].query})" for each in (low, high))
+    query = f"SELECT {low} + {high - low} * ({before} - 1) / ({before} - {after})"
+    return Crossing(workload.name, workload.title, hardware, ratios, place, (low, high), query)

@@ -1,0 +1,12 @@
+"""The commits of made-up runs are in the history, but for one that is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.judge import evidence
+
+
+@pytest.fixture(autouse=True)
+def _made_up_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "in_history", lambda commit: not commit.startswith("ffff"))
