@@ -98,13 +98,6 @@ def test_a_process_that_left_its_parent_is_found() -> None:
         process.kill()
 
 
-def test_a_temporary_folder_is_found(tmp_path: Path) -> None:
-    (tmp_path / "torchinductor_root").mkdir()
-    assert list(checks.leftovers(tmp_path)) == []
-    (tmp_path / "nsa-point-1").mkdir()
-    assert list(checks.leftovers(tmp_path)) == [f"a temporary file is left: {tmp_path / 'nsa-point-1'}"]
-
-
 def test_a_driver_with_a_traceback_or_a_strange_end_is_found(sweep: Sweep) -> None:
     sweep.codes += [0, 3]
     sweep.log(0).write_text("Traceback (most recent call last):\n")

@@ -152,12 +152,6 @@ def test_with_a_driver_the_versions_are_those_that_ran_on_the_card(environment: 
     assert "install PyTorch's build cu126" in done.stderr
 
 
-def test_an_image_asks_for_them_where_no_driver_is(environment: Environment) -> None:
-    environment.install("gpu")
-    assert environment.asked[1].endswith(f"-e {ROOT}[gpu]")
-    assert environment.pins == SHARED | GPU
-
-
 def test_a_pytorch_that_is_there_is_kept_with_its_triton(environment: Environment) -> None:
     environment.has("torch", "2.12.1+cu126")
     environment.has("triton", "3.7.0")

@@ -223,12 +223,6 @@ def test_the_owner_needs_no_setting_but_what_the_environment_of_make_sets(user: 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_driver_outside_a_job_finds_the_cluster(user: Shell) -> None:
-    changes = ("--set", "behaviours=[ok]")
-    done = user.run(sys.executable, "-m", "jobs", "jobs/configs/drill.yaml", *changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_a_cluster_without_a_token_is_reached_and_said_to_be_open() -> None:
     user = shell()
     try:

@@ -172,20 +172,8 @@ def test_submit_sends_the_spec_and_the_data_that_it_names(user: User) -> None:
 def test_ray_job_submit_does_the_same_with_the_installed_code(user: User) -> None:
     address = re.search(r"http://\S+", (user.here / ".env").read_text())
     assert address is not None
-    ray = [
-        "env",
-        "RAY_AUTH_MODE=token",
-        "python",
-        "-m",
-        "ray.scripts.scripts",
-        "job",
-        "submit",
-        "--address",
-        address[0],
-        "--working-dir",
-        ".",
-    ]
-    done = user.run(*ray, "--", "python", "-m", "jobs", "specs/drill.yaml", "--set", "behaviours=[ok, raise]")
+    ray = f"env RAY_AUTH_MODE=token python -m ray.scripts.scripts job submit --address {address[0]} --working-dir ."
+    done = user.run(*ray.split(), "--", "python", "-m", "jobs", "specs/drill.yaml", "--set", "behaviours=[ok, raise]")
     assert done.returncode == 1, done.stdout + done.stderr  # a point failed, on purpose
     assert sum(user.uploads()[-1].values()) < 5 * MIB
     assert ".env" not in user.uploads()[-1], "`nsa init` has written a .rayignore"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import small
+from trainings import Keeping, small
 from travelling import travelled
 
 from jobs.schema.point import Machine
@@ -26,22 +26,20 @@ def case(text: Path) -> Case:
     return travelled(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0])
 
 
-class Report:
-    """Keeps all that a measurement reports."""
+class Report(Keeping):
+    """Keeps samples and beats in their order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.samples: list[tuple[int, Mapping[str, float]]] = []
         self.beats: list[tuple[str, int, int]] = []
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
         self.beats.append((phase, done, total))
 
-    def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
+    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
         assert rank == 0
-        self.samples.append((step, dict(values)))
-
-    def keep(self, name: str, text: str) -> None:
-        assert name == "rank0.json"
+        self.samples.append((step, values))
 
 
 def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
