@@ -68,17 +68,13 @@ class Trainer:
         self._asked = False  # whether a rank was asked to stop
         self._measuring = False  # whether the telemetry has been started
         torch.manual_seed(case.seed)
-        model = NSATransformer(case.model).to(device).train()
+        self.model = model = NSATransformer(case.model).to(device).train()
         if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
         how = {"compiled": case.compile, "cuda_graphs": case.cuda_graphs}
         self._parallel = ParallelModel(model, case.layout, rank, device, **how)
         batches = corpus.batches(case.batch, case.seq_len, case.seed)
         self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), batches)
-
-    @property
-    def model(self) -> NSATransformer:
-        return self.state.model
 
     @property
     def resident(self) -> int:

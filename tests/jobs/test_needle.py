@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from trainings import Keeping
 from travelling import CPU, travelled, values_of
 
-from jobs.needle import Learning, Spec, measure
+from jobs.needle import Learning, NeedleCorpus, Spec, measure
 from jobs.schema.point import Machine
 from jobs.specs.load import load_spec
-from jobs.training.data.needle_corpus import NeedleCorpus
 from nsa_core.loss import IGNORED
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
