@@ -156,23 +156,9 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
         "length on which the law holds (one on which it is exact comes first); without an overhead where the "
         "information criterion prefers that. All lengths: the slope of a line through all of them. " + bench_text.LOCAL
     )
-    columns = [
-        "run",
-        "origin",
-        "implementation",
-        "pass",
-        "shape",
-        "metric",
-        "exponent",
-        "95 % interval",
-        "S",
-        "n",
-        "overhead",
-        "residual",
-        "all lengths",
-        "local exponents",
-    ]
-    return Table("Scaling", note, columns, rows)
+    axes = ["run", "origin", "implementation", "pass", "shape", "metric"]
+    law = ["exponent", "95 % interval", "S", "n", "overhead", "residual", "all lengths", "local exponents"]
+    return Table("Scaling", note, [*axes, *law], rows)
 
 
 def _measured(content: Content) -> Table:

@@ -68,10 +68,6 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     assert ": 3 nat/byte" in said
     assert "Expected against actual" not in said, "without a plan or an estimate nothing was expected"
     assert len(charts(app)) == 2
-
-
-def test_the_page_of_a_run_leads_to_its_running_points(database: str) -> None:
-    training(database, piece("loss", "nat/byte", [4.0, 3.0]))
     links = {link.proto.label: link.proto.query_string for link in show("runs", run=RUN).get("page_link")}
     assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
 
@@ -135,11 +131,6 @@ def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None
     app = show("runs", run=RUN, point=POINT)
     assert 'median of the least busy rank",≥ 80 %,91 %,✓ yes' in text(app)
     assert [spec["encoding"]["x"]["scale"]["domain"] for spec in charts(app)] == [[0, 12], [0, 12]]
-
-
-def test_a_short_planned_run_is_told_in_minutes(database: str) -> None:
-    training(database, piece("throughput", "tok/s", [10240.0]), plan=PLAN)
-    assert "Time of the planned run,≤ 1 h,1.67 min,✓ yes" in text(show("runs", run=RUN, point=POINT))
 
 
 def test_text_from_outside_is_text(database: str) -> None:

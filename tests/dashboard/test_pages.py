@@ -294,15 +294,19 @@ def test_a_file_that_was_not_kept_or_is_not_here_is_told_on_the_point(complete: 
     assert len(app.get("download_button")) == 0
 
 
-@pytest.mark.parametrize("path", ["../nsa.db", "/etc/passwd", "http://127.0.0.1:1/x"])
-def test_a_hostile_path_in_the_database_is_not_downloaded(complete: str, path: str):
-    with pytest.raises(ArtifactError, match="is no path below the artifact store"):
-        data.artifact(path, 1, "", "")
-
-
-def test_a_file_that_is_not_here_says_where_the_run_kept_it(complete: str):
-    with pytest.raises(ArtifactError, match=r"is not in the artifact store .*; the run kept it in s3://b/p \(node n\)"):
-        data.artifact("r/0000/1/a.txt", 1, "", "s3://b/p (node n)")
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        *(
+            (path, "is no path below the artifact store")
+            for path in ("../nsa.db", "/etc/passwd", "http://127.0.0.1:1/x")
+        ),
+        ("r/0000/1/a.txt", r"is not in the artifact store .*; the run kept it in s3://b/p \(node n\)"),
+    ],
+)
+def test_a_file_that_cannot_be_downloaded_says_why(complete: str, path: str, why: str):
+    with pytest.raises(ArtifactError, match=why):
+        data.artifact(path, 1, "", "s3://b/p (node n)")
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,6 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
     assert fits["Origin"].str.contains("reported").any()
 
 
-def test_a_bench_is_a_sweep_too(complete: str):
-    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE run SET kind = 'bench' WHERE id = ?", (RUN,))
-    assert show("scaling").multiselect[0].value == [RUN, CURVE]
-
-
 @pytest.mark.parametrize(
     ("lengths", "state", "kind", "opens"),
     [
@@ -56,6 +50,7 @@ def test_a_bench_is_a_sweep_too(complete: str):
         ((512, 1024, 2048, 4096, 8192), RunState.DONE, "decode", True),  # the complete sweep has only four lengths
         ((512, 1024, 2048, 4096), RunState.DONE, "decode", False),
         ((512, 1024, 2048, 4096), RunState.DONE, "scaling", True),
+        ((512, 1024, 2048, 4096, 8192), RunState.DONE, "bench", True),
     ],
 )
 def test_scaling_begins_with_the_newest_complete_sweep(
@@ -234,29 +229,17 @@ def test_without_a_number_against_a_length_scaling_says_so(database: str):
     assert "No finished point" not in said
 
 
-def legend_of(name: str) -> str:
-    def script(name):  # runs by itself: its names are its own
+def test_names_in_a_legend_are_text_shown_whole_beside_their_marks():
+    def script(names):  # runs by itself: its names are its own
         from dashboard.scaling import show_legend
         from orchestrator.report import series
 
-        show_legend([(name, series.look("triton"))])
+        show_legend([(name, series.look("triton")) for name in names])
 
-    app = AppTest.from_function(script, kwargs={"name": name}).run(timeout=60)
-    assert not app.exception, [found.message for found in app.exception]
-    [element] = app.get("html")
-    return element.proto.body
-
-
-def test_a_long_name_is_shown_whole_beside_its_mark():
-    name = "Scalable-Flash-NSA, window by flash-attn-4  · · ·  ~ S^1.18 (1.17 to 1.20), 8K–64K"
-    html = legend_of(name)
-    assert name in html
-    assert f"color: {look('triton').color}" in html
-    assert look("triton").sign in html
-
-
-def test_a_name_that_pretends_to_be_markup_is_text():
-    html = legend_of("<script>alert(1)</script><b>x</b>\" onclick='y'")
-    assert "<script" not in html
-    assert "<b>" not in html
-    assert "onclick='" not in html
+    long = "Scalable-Flash-NSA, window by flash-attn-4  · · ·  ~ S^1.18 (1.17 to 1.20), 8K–64K"
+    hostile = "<script>alert(1)</script><b>x</b>\" onclick='y'"
+    app = AppTest.from_function(script, kwargs={"names": [long, hostile]}).run(timeout=60)
+    [element] = check(app).get("html")
+    html = element.proto.body
+    assert all(text in html for text in (long, f"color: {look('triton').color}", look("triton").sign))
+    assert not any(text in html for text in ("<script", "<b>", "onclick='"))

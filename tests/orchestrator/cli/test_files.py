@@ -39,23 +39,25 @@ def test_artifacts_lists_and_copies_what_is_there_and_names_where_the_rest_is(
     assert all("is not in the artifact store" in line and "(host bench1)" in line for line in missing)
 
 
-@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "http://127.0.0.1:1/x"])
-def test_a_hostile_path_in_the_database_is_not_opened(
-    nsa: Nsa, home: Path, sweep: Callable[..., list], path: str
+@pytest.mark.parametrize(
+    ("name", "path", "why"),
+    [
+        *(
+            ("note.txt", path, "is no path below the artifact store; it was not opened")
+            for path in ("../secret", "/etc/passwd", "http://127.0.0.1:1/x")
+        ),
+        ("../../escaped.txt", "r/0001/1/note.txt", "is no plain file name"),
+    ],
+)
+def test_a_hostile_path_or_name_in_the_database_is_not_opened_or_written(
+    nsa: Nsa, home: Path, sweep: Callable[..., list], name: str, path: str, why: str
 ) -> None:
     (home / "secret").write_text("whole text\n")
-    stored_file(home, sweep, "note.txt", "whole text\n", path=path)
-    code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "copies"))
-    assert code == 1
-    assert "is no path below the artifact store; it was not opened" in err
-    assert not list((home / "copies").rglob("note.txt"))
-
-
-def test_a_hostile_name_in_the_database_writes_no_file(nsa: Nsa, home: Path, sweep: Callable[..., list]) -> None:
-    stored_file(home, sweep, "../../escaped.txt", "whole text\n", path="r/0001/1/note.txt")
+    stored_file(home, sweep, name, "whole text\n", path=path)
     code, _out, err = nsa("artifacts", RUN, "--point", "1", "--out", str(home / "a" / "b" / "copies"))
     assert code == 1
-    assert "is no plain file name" in err
+    assert why in err
+    assert not list((home / "a").rglob("note.txt"))
     assert not list(home.rglob("escaped.txt"))
 
 
@@ -121,11 +123,6 @@ def test_init_never_overwrites(here: Path, nsa: Nsa) -> None:
     assert (here / "mine" / "bench.yaml").read_bytes() == (READY / "bench.yaml").read_bytes()
 
 
-def test_init_into_a_file_is_refused(here: Path, nsa: Nsa) -> None:
-    (here / "specs").write_text("a file")
-    assert nsa("init").err.startswith("error: FOLDER: 'specs': cannot be written")
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -155,9 +152,22 @@ def test_init_warns_where_it_cannot_keep_env_from_ray(here: Path, nsa: Nsa) -> N
     assert not (here / "gone").exists()
 
 
-def test_a_ready_spec_that_is_not_there_yet_leads_to_init(here: Path, nsa: Nsa) -> None:
-    done = nsa("submit", "jobs/configs/demo.yaml")
-    assert "write the ready specs with `nsa init`, then give specs/demo.yaml" in done.err
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["init", "file"], "error: FOLDER: 'file': cannot be written"),
+        (["import"], "error: FILE: is missing; name a journal or a CSV, or give --reference"),
+        (
+            ["submit", "jobs/configs/demo.yaml"],
+            "error: spec: 'jobs/configs/demo.yaml': there is no such file here; wri",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_way_out(
+    here: Path, nsa: Nsa, command: list[str], error: str
+) -> None:
+    (here / "file").touch()
+    assert nsa(*command).err.startswith(error)
 
 
 def test_reference_data_is_imported_from_the_package(here: Path, nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +187,3 @@ def test_reference_data_is_imported_from_the_package(here: Path, nsa: Nsa, monke
     assert {name for name in given if name.endswith(".jsonl.gz")} == set(journals)
     assert set(ours["run_id"]) == {name.removesuffix(".jsonl.gz") for name, size in journals.items() if size < 7000}
     assert "NVIDIA H200" in set(ours["gpu"])
-
-
-def test_import_without_a_file_names_both_ways(here: Path, nsa: Nsa) -> None:
-    assert "error: FILE: is missing; name a journal or a CSV, or give --reference" in nsa("import").err
