@@ -9,13 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, insert, select, text, update
 from sqlalchemy.orm import Session
 
+from jobs.schema.states import PointState
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, BrokenStoreError, StoreError, StoreUnavailable
 from orchestrator.store import lease, schema, writer
 from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
+from orchestrator.store.models import Attempt, Point, Verdict
 from orchestrator.store.records import Record
 
 _LIMIT = text(f"SET LOCAL statement_timeout = '{TIMEOUT_S}s'")  # of a statement that writes
@@ -133,15 +135,18 @@ class Store:
         total: int | None = None,
         rate: float | None = None,
     ) -> None:
-        """Store the progress of a running point. Raises StoreError, StoreUnavailable."""
+        """Store the progress of a running point, ignored in another state. Raises StoreError, StoreUnavailable."""
+        of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
+        running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
+        phase = phase.replace("\0", "\N{REPLACEMENT CHARACTER}")
         with self.session(writes=True) as session:
-            writer.beat(session, run_id, point_id, at, phase, done, total, rate)
+            session.execute(running.values(heartbeat_at=at, phase=phase, done=done, total=total, rate=rate))
 
     def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""
         if rows:
             with self.session(writes=True) as session:
-                writer.add_verdicts(session, rows)
+                session.execute(insert(Verdict), [dict(columns) for columns in rows])
 
     def close(self) -> None:
         self.engine.dispose()

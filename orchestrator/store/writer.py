@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby, islice
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -32,7 +32,6 @@ from orchestrator.store.models import (
     Event,
     Point,
     Run,
-    Verdict,
 )
 from orchestrator.store.records import (
     STORED_BYTES,
@@ -66,28 +65,6 @@ def apply(session: Session, records: Iterable[Record]) -> None:
         while batch := list(islice(same, most)):
             write(session, batch)
             session.flush()
-
-
-def beat(
-    session: Session,
-    run_id: str,
-    point_id: str,
-    at: datetime,
-    phase: str,
-    done: int | None,
-    total: int | None,
-    rate: float | None,
-) -> None:
-    """Store a running point's progress; ignored for a point in another state."""
-    of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
-    running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
-    phase = phase.replace("\0", "\N{REPLACEMENT CHARACTER}")
-    session.execute(running.values(heartbeat_at=at, phase=phase, done=done, total=total, rate=rate))
-
-
-def add_verdicts(session: Session, verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """Add verdicts, one mapping of columns a rule."""
-    session.execute(insert(Verdict), [dict(columns) for columns in verdicts])
 
 
 def _runs(session: Session, records: Sequence[RunRecord]) -> None:

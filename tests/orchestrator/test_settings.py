@@ -76,17 +76,17 @@ def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str
     assert json.loads(done.stdout) == [one.format(tmp=tmp_path) if isinstance(one, str) else one for one in expected]
 
 
-def test_a_line_of_the_env_file_that_cannot_be_parsed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".env").write_text("NSA_HOME=/tmp/x\nNSA_DATABASE_URL='sqlite:////tmp/x.db\n")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"NSA_HOME=/tmp/x\nNSA_DATABASE_URL='sqlite:////tmp/x.db\n", r"line 2: is not NAME=VALUE, or its quote"),
+        ("NSA_DASHBOARD_PORT=2222\n".encode("utf-16"), r"is not UTF-8; save it as UTF-8 text$"),
+    ],
+)
+def test_a_wrong_env_file_is_a_mistake_in_one_line(tmp_path: Path, monkeypatch, content: bytes, message: str) -> None:
+    (tmp_path / ".env").write_bytes(content)
     monkeypatch.setattr(settings, "env_file", lambda: tmp_path / ".env")
-    with pytest.raises(SettingsError, match=r"\.env: '.*': line 2: is not NAME=VALUE"):
-        settings.load_settings()
-
-
-def test_an_env_file_that_is_not_text_is_a_mistake_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".env").write_bytes("NSA_DASHBOARD_PORT=2222\n".encode("utf-16"))
-    monkeypatch.setattr(settings, "env_file", lambda: tmp_path / ".env")
-    with pytest.raises(SettingsError, match=r"^\.env: '.*\.env': is not UTF-8; save it as UTF-8 text$"):
+    with pytest.raises(SettingsError, match=rf"^\.env: '.*\.env': {message}"):
         settings.load_settings()
 
 
