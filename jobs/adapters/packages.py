@@ -186,8 +186,8 @@ class FlashSparseAttention(NSATriton):
     """Flash-Sparse-Attention's operators (github.com/Relaxed-System-Lab/Flash-Sparse-Attention).
 
     Its compressed branch comes from the reference in it (`nsa_ref`), which has NSATriton's operators and rounds the
-    blocks' scores to bfloat16 before it chooses. As in its module, groups of more than 8 query heads use its
-    selected branch.
+    blocks' scores to bfloat16 before it chooses. Groups of more than 8 query heads use the reference's selected branch,
+    too, as in its module.
     """
 
     INSTALL = (
