@@ -11,6 +11,7 @@ from dashboard import parts
 from jobs.schema.quantities import in_words
 from jobs.schema.states import Result
 from orchestrator.judge.growth import short
+from orchestrator.judge.steps import merged, total
 
 if TYPE_CHECKING:
     from orchestrator.judge.crossover import Crossing
@@ -25,7 +26,8 @@ _MEANING = {Result.GO: "holds", Result.NO_GO: "fails", Result.UNKNOWN: "open"}
 _STYLE = """<style>
 [class*=st-key-rules-] td a { color: inherit !important; text-decoration: none !important; }
 [class*=st-key-rules-] td a:is(:hover, :focus-visible) { text-decoration: underline dotted !important; }
-[class*=st-key-rules-] :is(td, th) { padding: 0.1rem 0.5rem !important; }
+[class*=st-key-rules-] :is(td, th), .st-key-crossovers :is(td, th),
+[class*=st-key-answers-] :is(td, th) { padding: 0.1rem 0.5rem !important; }
 [class*=st-key-rules-] :is(td, th):first-child * { white-space: nowrap; }
 [class*=st-key-reasons-] td { padding: 0.3rem 0.5rem !important; vertical-align: top; }
 [class*=st-key-reasons-] td:nth-child(1) { width: 30%; }
@@ -64,7 +66,13 @@ def show(decision: Decision) -> None:
                 f"need {parts.number(plan.needed, 'tok/s')} · **Measured** {'; '.join(measured) or 'nothing yet'}"
             )
         if any(verdict.judged for verdict in machines.values()):
-            _rules(decision.name, machines)
+            if not decision.verdicts[0].questions:
+                _rules(decision.name, machines)
+            else:
+                _answers(decision.name, machines)
+                label = "The rules, with their values and evidence"
+                with st.expander(label, icon=":material/rule:", key=f"all-{decision.name}", bind="query-params"):
+                    _rules(decision.name, machines)
         _reasons(decision.name, machines)
         if decision.steps:
             _steps(decision)
@@ -99,6 +107,18 @@ def _machine(verdict: TargetVerdict) -> str:
     return verdict.hardware.title if verdict.hardware else _ANY_MACHINE
 
 
+def _answers(name: str, machines: dict[str, TargetVerdict]) -> None:
+    """Draw a line a machine: the verdict, the answers to the questions, and what it would take to find out."""
+    rows = []
+    for title, verdict in machines.items():
+        answers = {question.capitalize(): _sign(result, str(result)) for question, result in verdict.questions.items()}
+        left = total(merged(rule.step for rule in verdict.rules if rule.step)).replace("$", "\\$")
+        verdicts = {"Machine": title, "Verdict": _sign(verdict.result, str(verdict.result))}
+        rows.append({**verdicts, **answers, "To find out": left})
+    with st.container(key=f"answers-{name}"):
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
 def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     """Draw a line a rule with a column a machine; a value links to its point, with the reason as hover text."""
     by_rule: dict[str, list[RuleVerdict]] = {}
@@ -108,11 +128,7 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     columns = {}
     for title, verdict in machines.items():
         cells = {rule.rule: _cell(rule) for rule in verdict.rules}
-        answers = [verdict.result, *verdict.questions.values()]
-        columns[title] = [
-            *(_sign(each, str(each)) for each in answers),
-            *(cells.get(rule, _NO_RULE) for rule in by_rule),
-        ]
+        columns[title] = [_sign(verdict.result, str(verdict.result)), *(cells.get(rule, _NO_RULE) for rule in by_rule)]
     # All bounds where machines differ, so that a line breaks between them only.
     bounds = [" or ".join(dict.fromkeys(parts.bound(rule) for rule in rules)) for rules in by_rule.values()]
     names = [parts.plain(in_words(rule)) for rule in by_rule]
@@ -129,9 +145,7 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
                 f"commits: {', '.join(map(parts.code, verdict.commits))}"
             )
     with st.container(key=f"rules-{name}", gap="xsmall"):
-        questions = [f"**{name.capitalize()}**" for name in next(iter(machines.values())).questions]
-        asked = ["**Verdict**", *questions]
-        table = pd.DataFrame({"Rule": [*asked, *names], "Bound": [*("" for _ in asked), *bounds], **columns})
+        table = pd.DataFrame({"Rule": ["**Verdict**", *names], "Bound": ["", *bounds], **columns})
         st.table(table, border="horizontal", hide_index=True)
         st.caption("  \n".join(lines))
 

@@ -91,6 +91,7 @@ def trained() -> list[rec.Record]:
     axes = {
         "implementation": "triton", "workload": "model", "pass_": "training", "seq_len": 2048, "batch": 2,
         "query_heads": 12, "kv_heads": 2, "head_dim": 64, "layers": 12, "dtype": "bfloat16", "device": "cuda",
+        "compile": "on", "cuda_graphs": "on", "checkpointing": "off",
     }  # fmt: skip
     metrics = (
         rec.MetricData(name="throughput", unit="tok/s", value=23_703.7),
@@ -205,8 +206,8 @@ def test_every_page_shows_real_results(page: Page, address: str):
 def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
     visit(page, address, "Overview")
     card = page.locator(".st-key-decision-m7c-125m")
-    rules, main = card.get_by_test_id("stTable"), page.get_by_test_id("stMain")
-    expect(rules.get_by_role("row")).to_have_count(17)  # header, verdict and fifteen rules
+    rules, main = card.get_by_test_id("stTable").first, page.get_by_test_id("stMain")
+    expect(rules.get_by_role("row")).to_have_count(7)  # header and six machines
     first = (card.get_by_text("Not yet: nothing measured on"), card.get_by_text("need 2,370 tok/s"), rules)
     inside = "e => [e, ...e.querySelectorAll('*')].filter(x => x.clientWidth && x.scrollWidth > x.clientWidth + 1)"
     for size, scheme in itertools.product((WIDE, SMALL), SCHEMES):
@@ -216,7 +217,7 @@ def test_the_first_decision_is_on_the_first_screen(page: Page, address: str):
             expect(shown).to_be_in_viewport(ratio=1)
         assert rules.evaluate(f"e => ({inside})(e).length") == 0, "a cell is clipped"
         assert main.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
-        assert main.evaluate("e => e.scrollHeight") < 1600
+        assert main.evaluate("e => e.scrollHeight") < 3000
 
 
 @pytest.mark.parametrize(("path", "title"), [("", "Overview"), ("scaling", "Scaling"), (f"runs?run={RUN}", "demo")])
@@ -233,7 +234,9 @@ def test_a_narrow_screen_scrolls_down_only_and_cuts_nothing_of_importance(
     assert first
     assert header["y"] + header["height"] <= first["y"]
     if title == "Overview":  # the first machine's column is that of the one that was measured
-        rules = page.locator(".st-key-decision-m7c-125m").get_by_test_id("stTable")
+        card = page.locator(".st-key-decision-m7c-125m")
+        card.get_by_text("The rules, with their values").click()
+        rules = card.get_by_test_id("stTable").last
         expect(rules.get_by_role("columnheader").nth(2)).to_have_text("1× H200")
         value = rules.get_by_role("link", name="23,704 tok/s").first
         right = "e => e.getBoundingClientRect().right"

@@ -8,10 +8,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from jobs.schema.axes import Axis
 from jobs.schema.states import PointState, Result, RunState
 from jobs.schema.training_mode import MODE_AXES
+from orchestrator.judge.decisions import answers, query
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
@@ -287,3 +289,22 @@ def test_a_mutation_has_the_verdict_of_a_careful_engineer(sqlite_store: Store, w
     verdict = judged(sqlite_store, jobs)
     assert (by_rule(verdict)[rule].result, by_rule(verdict)[rule].reason) == (result, by_rule(verdict)[rule].reason)
     assert verdict.result is not GO or result is GO
+
+
+def test_one_query_finds_each_figure_of_the_sentence(sqlite_store: Store) -> None:
+    jobs = good()
+    change("train-speed", "triton", throughput=2e5)(jobs)
+    points("drill-gpu", state=PointState.LOST)(jobs)
+    verdict = judged(sqlite_store, jobs)
+    with sqlite_store.session() as session:
+        found = {row.figure: row.value for row in session.execute(text(query(verdict)))}
+    rules = by_rule(verdict)
+    assert {name: found.pop(name) for name in found.keys() & rules.keys()} == {
+        name: pytest.approx(rules[name].value) for name in ("learns", "drill", "trains-as-fast")
+    }
+    assert answers(verdict) == (
+        "not feasible: drill 9 (at most 0 points); not worth it at S=2,048: dense attention trains 1.25 times as fast; "
+        "right: held-out loss 1.000 times dense attention's; the plan takes 0.28 GPU-hours, $1.1; 1 of 26 rules rest "
+        "on transferred evidence. NSA pays at all lengths measured, 2K to 2K"
+    )
+    assert found == {"GPU-hours": pytest.approx(50_000 * 4096 / 2e5 / 3600), "dollars": pytest.approx(1.08, abs=0.005)}
