@@ -122,7 +122,7 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
     Args:
         why: also each rule with its evidence, and the SQL of the figures.
     """
-    from orchestrator.judge.decisions import answers, query
+    from orchestrator.judge.decisions import query
     from orchestrator.judge.steps import merged, total
 
     for decision in decisions:
@@ -138,9 +138,8 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
             console.print(f"  {machine:<13} {verdict.result:<8}{answered}{left}".rstrip(), markup=False, soft_wrap=True)
         if len(decisions) > 1 and not why:
             continue
-        for verdict in sorted(decision.verdicts, key=lambda each: [*_STYLE].index(each.result)):
-            if verdict.judged and verdict.questions and verdict.hardware:
-                _wrapped(console, f"On {verdict.hardware.title}: {answers(verdict)}.")
+        for sentence in decision.sentences:
+            _wrapped(console, sentence)
         if len(decision.verdicts) == 1:
             for step in decision.steps:
                 console.print(f"  {step.command or step.lacking}", style="cyan", markup=False, soft_wrap=True)

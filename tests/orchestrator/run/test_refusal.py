@@ -90,7 +90,7 @@ def test_it_is_in_every_list_of_runs_and_in_no_result(home, bad, monkeypatch) ->
     assert "has ended already: failed" in nsa("cancel", "last")
     assert run["run_id"] not in nsa("status")
     assert "| drill | measured | failed | 0 of 0 ok |" in nsa("report", "last")
-    assert "UNKNOWN" in nsa("gate", "last")
+    assert "UNKNOWN" in nsa("gate", "--run", "last")
     page = text(show("runs", run=run["run_id"]))
     assert "lenghts" in page
     assert "It ended before its first point." in page
