@@ -32,7 +32,11 @@ from orchestrator.store import Store, queries
 from orchestrator.store.journal import owner
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord, now
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore",
+    "error::pytest.PytestUnhandledThreadExceptionWarning",
+    "error::pytest.PytestUnraisableExceptionWarning",
+)
 _MANY = {} if settings().max_examples > 100 else {"max_examples": 60}
 quick = settings(deadline=None, suppress_health_check=list(HealthCheck), **_MANY)
 

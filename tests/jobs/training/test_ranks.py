@@ -181,9 +181,10 @@ def test_accumulated_passes_train_as_one_does(text: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank(text: Path) -> Measurement:
-    """The training of `_spec(text)` on one rank."""
-    return _train(_spec(text))
+def one_rank(text: Path) -> tuple[Measurement, Keeping]:
+    """The training of `_spec(text)` on one rank, and what it reported."""
+    reported = Keeping()
+    return _train(_spec(text), reported), reported
 
 
 @pytest.mark.parametrize(
@@ -198,11 +199,15 @@ def one_rank(text: Path) -> Measurement:
     ids=["ddp", "ddp-compressed", "replicate", "fsdp", "fsdp-compressed"],
 )
 def test_two_ranks_train_as_one_does(
-    text: Path, one_rank: Measurement, two_warm_ranks: WarmRanks, changes: dict[str, Any], tolerance: float
+    text: Path,
+    one_rank: tuple[Measurement, Keeping],
+    two_warm_ranks: WarmRanks,
+    changes: dict[str, Any],
+    tolerance: float,
 ) -> None:
     launcher = None if changes.keys() == {"micro_batch"} else two_warm_ranks  # once as without a launcher
     phases: list[str] = []
-    series: dict[tuple[str, int], list[int]] = {}
+    series: dict[tuple[str, int], dict[int, float]] = {}
     kept: dict[str, str] = {}
     started: list[list[int]] = []
 
@@ -213,8 +218,8 @@ def test_two_ranks_train_as_one_does(
             phases.append(phase)
 
         def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
-            for name in values:
-                series.setdefault((name, rank), []).append(step)
+            for name, value in values.items():
+                series.setdefault((name, rank), {})[step] = value
 
         def warn(self, text: str) -> None:
             raise AssertionError(text)
@@ -229,9 +234,12 @@ def test_two_ranks_train_as_one_does(
     states = {name: RankState.from_json(content) for name, content in kept.items()}
     assert {name: state and state.rank for name, state in states.items()} == {"rank0.json": 0, "rank1.json": 1}
     assert started == [[state.pid for _, state in sorted(states.items()) if state]], "by rank"
-    found, alone = by_name(two), by_name(one_rank)
+    found, alone = by_name(two), by_name(one_rank[0])
     losses, expected = found["loss"].samples, alone["loss"].samples
     trains_alike(losses, expected, tolerance)
+    # Adam and clipping hide a gradient that is a sum instead of a mean; its norm does not.
+    norm = one_rank[1].series["gradient_norm"][1]
+    assert series["gradient_norm", 0][1] == pytest.approx(norm, rel=tolerance)
     if "gradient_compression" in changes:
         assert losses[:EARLY] != pytest.approx(expected[:EARLY], rel=1e-6), "bf16 rounds"
     assert found["throughput"].value == pytest.approx(8 * 32 / found["time"].value * 1000, rel=0.2)
@@ -245,16 +253,15 @@ def test_two_ranks_train_as_one_does(
         p.numel() for p in NSATransformer(PRESETS["tiny"]).parameters()
     )
     assert list(dict.fromkeys(phases)) == ["corpus", "check", "heldout loss before", "heldout loss", "train", "memory"]
-    assert [series[name, rank][-1] for name, rank in (("loss", 0), ("gradient_norm", 0), ("training_memory", 1))] == [
-        8
-    ] * 3
+    reported = ("loss", 0), ("gradient_norm", 0), ("training_memory", 1)
+    assert [max(series[one]) for one in reported] == [8, 8, 8]
     assert ("loss", 1) not in series, "it is the same"
     if changes.get("parallel") == "fsdp":
         assert "estimate_error" not in found
         assert {name for name, _ in series}.isdisjoint({"rank_compute_time", "rank_imbalance"})
         return
     assert abs(found["estimate_error"].value) < 10
-    assert series["rank_compute_time", 1][-1] == series["rank_imbalance", 0][-1] == 8
+    assert max(series["rank_compute_time", 1]) == max(series["rank_imbalance", 0]) == 8
     compute = found["rank_compute_time"].samples
     assert len(compute) == 2
     assert min(compute) > 0
