@@ -214,7 +214,7 @@ def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
         "gpu_share": gpu_share(case.device),
     }
     beat(STARTING)
-    # What it leaves about a failure lies where this process's is looked for.
+    # Its files about a failure go where this process's are looked for.
     env = {"TMPDIR": tempfile.gettempdir(), **toolchain.env}
     child = Child("jobs.toolchain:answer", env=env, python=toolchain.python)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -44,8 +45,8 @@ class DensePyTorch:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-class _TritonPeer:
-    """What peers of Triton kernels for half precision share.
+class _TritonPeer(ABC):
+    """Base of peers whose Triton kernels compute in half precision.
 
     Attributes:
         MODULES: modules to import; the first one has the operators.
@@ -72,9 +73,9 @@ class _TritonPeer:
             return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
         return None
 
+    @abstractmethod
     def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
-        """Reason against the sizes of heads and blocks."""
-        raise NotImplementedError
+        """Reason against the sizes of heads and blocks; None if they fit."""
 
     def semantics(self, config: NSAConfig) -> NSAConfig | None:
         return config

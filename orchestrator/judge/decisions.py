@@ -141,7 +141,7 @@ class _Cost(NamedTuple):
 
 
 def _cost(verdict: TargetVerdict) -> _Cost | None:
-    """What the plan costs at its measured throughput; None where that was not measured in its configuration."""
+    """The plan's cost at its measured throughput; None if no throughput was measured in its configuration."""
     plan, machine = verdict.plan, verdict.hardware
     for rule in verdict.rules:
         if plan and machine and rule.headline and rule.unit == "tok/s" and rule.value and rule.query:

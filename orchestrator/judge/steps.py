@@ -174,7 +174,7 @@ def merged(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def total(steps: Sequence[Step]) -> str:
-    """What some steps take together: "41 min, 0.68 GPU-h, $2.60", "41+ min" where one is not known; "" without any."""
+    """Time and cost of all steps: "41 min, 0.68 GPU-h, $2.60", "41+ min" if one is not known; "" without steps."""
     ready = [step for step in steps if step.command]
     if not ready:
         return "no command yet" if steps else ""

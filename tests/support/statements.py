@@ -1,4 +1,4 @@
-"""What a database was asked, and what it holds."""
+"""Statements sent to a database, and its rows."""
 
 from __future__ import annotations
 

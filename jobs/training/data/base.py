@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +22,13 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
     Targets may be IGNORED (nsa_core.loss), equally many in every sequence: losses of micro-batches are averaged.
     """
 
+    @abstractmethod
     def state_dict(self) -> Mapping[str, Any]:
         """The position: tensors and plain values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position that `state_dict` returned; of the same corpus and seed, the same batches follow."""
-        raise NotImplementedError
 
     def about(self) -> Mapping[str, Any]:
         """Description of the text read so far, for the result's environment."""
