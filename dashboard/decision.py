@@ -66,7 +66,7 @@ def show(decision: Decision) -> None:
                 f"need {parts.number(plan.needed, 'tok/s')} · **Measured** {'; '.join(measured) or 'nothing yet'}"
             )
         if any(verdict.judged for verdict in machines.values()):
-            if not decision.verdicts[0].questions:
+            if not any(verdict.questions for verdict in decision.verdicts):
                 _rules(decision.name, machines)
             else:
                 _answers(decision.name, machines)

@@ -22,6 +22,7 @@ class Crossing:
         ratios: time of NSA over that of the fastest dense attention, by length, ascending.
         seq_len: the crossover, interpolated; None where no two lengths enclose it.
         between: the measured lengths that enclose it, or the shortest and the longest measured.
+        doubts: why a decision should not rest on it.
         query: SQL that gives `seq_len`; None without one.
     """
 
@@ -32,16 +33,22 @@ class Crossing:
     seq_len: float | None
     between: tuple[int, int]
     query: str | None
+    doubts: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
         """The crossover in words: "NSA pays from S = 7.3K (measured at 2K and 8K)"."""
         low, high = map(short, self.between)
+        paying = [short(length) for length, ratio in self.ratios.items() if ratio < 1]
         if self.seq_len is not None:
-            return f"NSA pays from S = {short(round(self.seq_len))} (measured at {low} and {high})"
-        if min(self.ratios.values()) < 1:
-            return f"NSA pays at all lengths measured, {low} to {high}"
-        return f"NSA does not pay at any length measured, {low} to {high}"
+            words = f"NSA pays from S = {short(round(self.seq_len))} (measured at {low} and {high})"
+        elif len(paying) == len(self.ratios):
+            words = f"NSA pays at all lengths measured, {low} to {high}"
+        elif paying:
+            words = f"NSA pays at S = {', '.join(paying)} of the lengths measured, {low} to {high}"
+        else:
+            words = f"NSA does not pay at any length measured, {low} to {high}"
+        return "; ".join([words, *([f"doubtful: {', '.join(self.doubts)}"] if self.doubts else [])])
 
 
 def crossings(runs: Sequence[Run], gates: Gates) -> list[Crossing]:
@@ -55,22 +62,30 @@ def _crossing(workload: Crossover, hardware: Hardware, runs: Sequence[Run]) -> C
     scope = Scope(workload.where, hardware)
     sides = {name: getattr(workload, name) for name in ("title", "numerator", "denominator", "same")}
     rule = RatioRule.model_validate({"rule": "crossover", "kind": "ratio", "measure": "run it", "at_most": 1, **sides})
-    newest: dict[int, Candidate] = {}
+    newest: dict[int, tuple[Candidate, Run]] = {}
     for run in preferred(runs, scope):
-        here: dict[int, Candidate] = {}
+        here: dict[int, tuple[Candidate, Run]] = {}
         for pair in find(rule, run, scope).candidates:  # the fastest of several dense attentions counts
-            if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len].value < pair.value):
-                here[pair.seq_len] = pair
+            if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len][0].value < pair.value):
+                here[pair.seq_len] = pair, run
         newest = here | newest
     if not newest:
         return None
     lengths = sorted(newest)
-    ratios = {length: newest[length].value for length in lengths}
+    ratios = {length: newest[length][0].value for length in lengths}
     crossed = [(a, b) for a, b in pairwise(lengths) if ratios[a] >= 1 > ratios[b]]
     if not crossed or ratios[lengths[-1]] >= 1:
-        return Crossing(workload.name, workload.title, hardware, ratios, None, (lengths[0], lengths[-1]), None)
+        doubts = _doubts([*newest.values()], hardware, rule.numerator.metric)
+        return Crossing(workload.name, workload.title, hardware, ratios, None, (lengths[0], lengths[-1]), None, doubts)
     low, high = crossed[-1]
+    doubts = _doubts([newest[low], newest[high]], hardware, rule.numerator.metric)
     place = low + (high - low) * (ratios[low] - 1) / (ratios[low] - ratios[high])
-    before, after = (f"({newest[each].query})" for each in (low, high))
+    before, after = (f"({newest[each][0].query})" for each in (low, high))
     query = f"SELECT {low} + {high - low} * ({before} - 1) / ({before} - {after})"
-    return Crossing(workload.name, workload.title, hardware, ratios, place, (low, high), query)
+    return Crossing(workload.name, workload.title, hardware, ratios, place, (low, high), query, doubts)
+
+
+def _doubts(pairs: Sequence[tuple[Candidate, Run]], hardware: Hardware, metric: str) -> tuple[str, ...]:
+    found = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, metric)]
+    commits = {run.commit for _, run in pairs}
+    return tuple(dict.fromkeys([*found, *(["the lengths are of different commits"] if len(commits) > 1 else [])]))

@@ -144,7 +144,8 @@ def _cost(verdict: TargetVerdict) -> _Cost | None:
     """The plan's cost at its measured throughput; None if no throughput was measured in its configuration."""
     plan, machine = verdict.plan, verdict.hardware
     for rule in verdict.rules:
-        if plan and machine and rule.headline and rule.unit == "tok/s" and rule.value and rule.query:
+        own = rule.headline and rule.unit == "tok/s" and not rule.transferred
+        if plan and machine and own and rule.value and rule.query:
             return _Cost(plan.hours_at(rule.value) * max(machine.gpus, 1), rule.value, rule.query, machine.price)
     return None
 

@@ -171,7 +171,7 @@ class Run:
             found += [words.format(max(values))] if values and max(values) > most else []
         for row in self._values(timed):
             if row["point_id"] in points and None not in (row["p10"], row["p90"], row["value"]):
-                spread = (row["p90"] - row["p10"]) / row["value"] if row["value"] else 0
+                spread = (row["p90"] - row["p10"]) / abs(row["value"]) if row["value"] else 0
                 found += [f"unsteady: {spread:.0%} between its percentiles 10 and 90"] if spread > _UNSTEADY else []
         cards = [env["gpu"] for point, env in self._environments.items() if point in points and "gpu" in env]
         for card in (each for each in cards if isinstance(each, dict)):
@@ -201,6 +201,7 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
         for row in queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED).to_dict("records")
     ]
     known, source = outlines(store, rows, everything=run_ids is None), Source(store, run_ids)
+    newest = max((row["created_at"] for row in rows), default=None)
     runs = []
     for row in rows:
         commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
@@ -223,7 +224,7 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
                 source,
                 row["resumed"] > 0,
                 foreign,
-                max(each["created_at"] for each in rows) - row["created_at"] > _OLD,
+                newest - row["created_at"] > _OLD,
             )
         )
     return runs
@@ -234,8 +235,10 @@ def in_history(commit: str) -> bool:
     """Whether a commit is an ancestor of the checkout's; True where there is no whole history to ask."""
     git = ["git", "-C", str(SOURCES)]
     try:
-        shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
-        if shallow.stdout.strip() != "false":
+        known = subprocess.run(
+            [*git, "rev-parse", "--is-shallow-repository", "--show-prefix"], capture_output=True, text=True
+        )
+        if known.stdout.split() != ["false"]:  # with a prefix, the repository is another one around a package
             return True
         asked = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True)
         return asked.returncode == 0

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictInt, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, StrictInt, ValidationError, field_validator, model_validator
 
 from jobs.schema.axes import AXES
 from jobs.schema.states import FAILED, PointState
@@ -25,6 +25,15 @@ READY_SPECS = SOURCES / "jobs" / "configs"
 LONGEST_NAME = 80  # of the columns of the table `verdict`
 Bound = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no value violates a bound of NaN
 _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
+
+
+def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := sorted(set(names) - {*_SHAPE, "batch", "point_id", "implementation"}):
+        raise ValueError(f"unknown column {unknown[0]!r}; use some of {', '.join(_SHAPE)}")
+    return names
+
+
+Same = Annotated[tuple[str, ...], AfterValidator(_check_columns)]
 
 
 class GatesError(UserError):
@@ -75,6 +84,12 @@ class Plan(TrainingPlan):
     seq_len: int | None = Field(None, ge=1)
     mode: dict[str, str] = Field({})
     parallel: str | None = None
+
+    @field_validator("mode")
+    @classmethod
+    def _check_mode(cls, mode: dict[str, str]) -> dict[str, str]:
+        Where.model_validate({"axes": mode})
+        return mode
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> Self:
@@ -157,14 +172,14 @@ class _Rule(Strict):
     def _can_be_filled(cls, says: str | None) -> str | None:
         try:
             return says and (says.format(value=1.0, inverse=1.0, bound=1.0) and says)
-        except (KeyError, IndexError, ValueError) as err:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as err:
             raise ValueError(f"{err} cannot be filled in; use {{value}}, {{inverse}} or {{bound}}") from None
 
     @property
     def of_hardware(self) -> str | None:
         """The name of a field that has a meaning on hardware only; None if there is none."""
         given = {"gpus": self.gpus, "min_gpus": self.min_gpus, "transfers": self.transfers}
-        given["per_hardware"] = self.per_hardware
+        given |= {"per_hardware": self.per_hardware, "on_several": self.on_several.model_fields_set}
         return next((name for name, value in given.items() if value), None)
 
     def judged_on(self, hardware: Hardware | None, plan: Plan | None) -> Self:
@@ -199,11 +214,10 @@ class _Bounded(_Rule):
     def _one_bound(self) -> Self:
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError("give either at_most or at_least")
-        for name, change in (("on_several", self.on_several), *self.per_hardware.items()):
+        changes = {f"per_hardware.{name}": change for name, change in self.per_hardware.items()}
+        for name, change in (changes | {"on_several": self.on_several}).items():
             if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
-                raise ValueError(
-                    f"per_hardware.{name}.{other[0]}: is not the bound of this rule; change the one that it has"
-                )
+                raise ValueError(f"{name}.{other[0]}: is not the bound of this rule; change the one that it has")
         return self
 
 
@@ -243,16 +257,9 @@ class RatioRule(_Bounded):
     kind: Literal["ratio"]
     numerator: Side
     denominator: Side
-    same: tuple[str, ...] = _SHAPE
+    same: Same = _SHAPE
     every: bool = False
     min_points: int = Field(1, ge=1)
-
-    @model_validator(mode="after")
-    def _known_columns(self) -> Self:
-        unknown = set(self.same) - {*_SHAPE, "batch", "point_id", "implementation"}
-        if unknown:
-            raise ValueError(f"same: unknown column {sorted(unknown)[0]!r}; use some of {', '.join(_SHAPE)}")
-        return self
 
 
 class StatesRule(_Rule):
@@ -325,7 +332,7 @@ class Crossover(Strict):
     where: Where = ANY
     numerator: Side
     denominator: Side
-    same: tuple[str, ...] = _SHAPE
+    same: Same = _SHAPE
 
 
 class Gates(Strict):

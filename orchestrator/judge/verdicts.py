@@ -232,7 +232,7 @@ def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) ->
     rule = case.rule
     scope = Scope(rule.where, hardware, whole=rule.gpus == "all")
     verdict = _judge_in(case, scope)
-    if verdict.value is None and not any(run.failed(scope) for run in preferred(case.runs, scope)):
+    if verdict.value is None and not _fails(case, scope):
         verdict = next(_transferred(case, scope, known), verdict)
     says = None
     if rule.says and verdict.value:
@@ -250,11 +250,18 @@ def _transferred(case: _Case, own: Scope, known: Sequence[Hardware]) -> Iterator
     for card, (what, where) in product(cards, filters):
         if card is hardware and not what:
             continue
-        verdict = _judge_in(case, replace(own, where=where, hardware=card, lengths={}))
+        lesser_scope = replace(own, where=where, hardware=card, lengths={})
+        verdict = _judge_in(case, lesser_scope)
+        if verdict.value is None and card is hardware and _fails(case, lesser_scope):
+            return  # what fails on this card is not passed over for what ran on another
         if verdict.value is not None:
             gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not hardware), None)
             lesser = ", ".join(filter(None, (gpu, what)))
             yield replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
+
+
+def _fails(case: _Case, scope: Scope) -> bool:
+    return any(run.failed(scope) for run in preferred(case.runs, scope))
 
 
 def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:

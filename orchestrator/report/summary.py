@@ -123,17 +123,19 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
         why: also each rule with its evidence, and the SQL of the figures.
     """
     from orchestrator.judge.decisions import query
+    from orchestrator.judge.rules import QUESTIONS
     from orchestrator.judge.steps import merged, total
 
     for decision in decisions:
         title = f"{decision.result}  {decision.name}: {decision.title}"
         console.print(title, style=_STYLE[decision.result], markup=False)
-        asked = decision.verdicts[0].questions
+        asked = [each for each in QUESTIONS if any(each in verdict.questions for verdict in decision.verdicts)]
         head = "".join(f"{question:<10}" for question in asked)
         console.print(f"  {'':<13} {'':<8}{head}to find out", style="dim", markup=False)
         for verdict in decision.verdicts:
             machine = verdict.hardware.title if verdict.hardware else "any machine"
-            answered = "".join(f"{_ANSWER[result]:<10}" for result in verdict.questions.values())
+            answers = [verdict.questions.get(question) for question in asked]
+            answered = "".join(f"{_ANSWER[result] if result else '':<10}" for result in answers)
             left = total(merged(rule.step for rule in verdict.rules if rule.step))
             console.print(f"  {machine:<13} {verdict.result:<8}{answered}{left}".rstrip(), markup=False, soft_wrap=True)
         if len(decisions) > 1 and not why:

@@ -77,9 +77,7 @@ def good() -> dict[str, Job]:
         ]
 
     slower = train | {"throughput": 250_000.0, "energy_per_token": 1.2e-3, "time": 19.0}
-    drills = [
-        (each, DRILLED.get(each, "ok")) for each in ["ok", "spin", "ok", "fill", "ok", "assert", "ok", "oom", "ok"]
-    ]
+    drills = [(each, DRILLED.get(each, "ok")) for each in DRILL]
     longest = {"seq_len": None, "checkpointing": "off"}
     sweep = []
     for length in (2048, 8192, 16384, 32768, 65536):
@@ -207,6 +205,13 @@ def fails(job: str, state: PointState, number: int = 0) -> Mutation:
     return mutate
 
 
+def shallow_fails_here(jobs: dict[str, Job]) -> None:
+    """The needles of a smaller model crash on this card, those of the plan's are found on another."""
+    other, smaller = good()["needle-m7c"], jobs["needle-m7c"]
+    jobs["needle-h100"] = replace(other, points=[replace(p, gpu=H100) for p in other.points])
+    smaller.points = [replace(p, state=PointState.CRASH, axes=p.axes | {"layers": 2}) for p in smaller.points]
+
+
 TABLE: dict[str, tuple[Mutation, str, Result]] = {
     # what happened: how the database differs, the rule that has to notice, its result
     "slower than dense at the plan's S": (change("train-speed", "triton", throughput=2e5), "trains-as-fast", NO_GO),
@@ -218,7 +223,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
         NO_GO,
     ),
     "too slow for the plan": (change("train-speed", "triton", throughput=2e3), "throughput", NO_GO),
-    "57.9 GB reserved": (change("train-speed", "triton", peak_driver=120_000.0), "peak-memory", NO_GO),
+    "117 GiB reserved": (change("train-speed", "triton", peak_driver=120_000.0), "peak-memory", NO_GO),
     "measured in another mode": (points("train-speed", axes={"cuda_graphs": "off"}), "throughput", UNKNOWN),
     "measured at another batch": (points("train-speed", axes={"batch": 16}), "throughput", UNKNOWN),
     "another shape": (points("train-speed", axes={"layers": 6}), "throughput", UNKNOWN),
@@ -250,6 +255,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "longer was not tried": (change("capacity-ladder", longest=1024.0), "capacity", UNKNOWN),
     "an endless kernel was not ended": (fails("drill-gpu", PointState.LOST, 1), "drill", NO_GO),
     "no point ran after the full card": (fails("drill-gpu", PointState.CRASH, 4), "drill", NO_GO),
+    "what fails here runs elsewhere": (shallow_fails_here, "needle-found", UNKNOWN),
     "no drill": (without("drill-gpu"), "drill", UNKNOWN),
     "a newer run is worse": (newer("train-speed", change("train-speed", throughput=1e3)), "throughput", NO_GO),
     "a newer run crashed": (newer("train-speed", points("train-speed", state=PointState.CRASH)), "throughput", UNKNOWN),
@@ -308,3 +314,35 @@ def test_one_query_finds_each_figure_of_the_sentence(sqlite_store: Store) -> Non
         "on transferred evidence. NSA pays at all lengths measured, 2K to 2K"
     )
     assert found == {"GPU-hours": pytest.approx(50_000 * 4096 / 2e5 / 3600), "dollars": pytest.approx(1.08, abs=0.005)}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ({2048: 1.2, 8192: 0.9}, "NSA pays from S = 6K (measured at 2K and 8K)"),
+        ({2048: 0.9, 8192: 1.1}, "NSA pays at S = 2K of the lengths measured, 2K to 8K"),
+        ({2048: 1.2, 8192: 0.9, 32768: 1.1}, "NSA pays at S = 8K of the lengths measured, 2K to 32K"),
+        ({2048: 1.2, 8192: 1.1}, "NSA does not pay at any length measured, 2K to 8K"),
+    ],
+)
+def test_a_crossover_is_said_as_it_was_measured(sqlite_store: Store, ratios: dict[int, float], words: str) -> None:
+    model = {"workload": "model", "pass_": "train", "batch": 2, "layers": 12}
+    speed = [
+        Made(model | MODE | {"seq_len": length, "implementation": name}, {"time": time})
+        for length, ratio in ratios.items()
+        for name, time in (("triton", 10 * ratio), ("dense", 10.0))
+    ]
+    verdict = judged(sqlite_store, {"train-speed": Job("train-speed", "train", speed)})
+    assert verdict.crossing is not None
+    assert verdict.crossing.words == words
+    if verdict.crossing.query:
+        with sqlite_store.session() as session:
+            assert session.execute(text(verdict.crossing.query)).scalar_one() == pytest.approx(6144)
+
+
+def test_a_crossover_names_its_doubts(sqlite_store: Store) -> None:
+    jobs = good()
+    change("train-speed", gpu_throttled=100.0)(jobs)
+    verdict = judged(sqlite_store, jobs)
+    assert verdict.crossing is not None
+    assert verdict.crossing.words.endswith("; doubtful: the card throttled 100 % of the time")
