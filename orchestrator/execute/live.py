@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jobs.hardware.process_usage import PointUsage
 from jobs.hardware.telemetry import Telemetry
 from jobs.process.messages import Samples
-from jobs.process.reporter import interval
+from jobs.process.reporter import CHECKPOINT, interval
 from orchestrator.messages import Assignment, Series
 from orchestrator.store.records import SeriesRecord
 
@@ -80,7 +80,7 @@ class LiveSeries:
 class Pace:
     """Progress of a point, and its steps per wall-clock second, interruptions included.
 
-    A phase without a total (a checkpoint) reports the progress of the longest one that it interrupts.
+    A checkpoint reports the progress of the longest phase that it interrupts.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Pace:
         """
         clock = time.monotonic()
         interrupted = [count for count in self._counts.values() if count.done + 1 < count.total]
-        if interrupted and not total:
+        if interrupted and phase == CHECKPOINT:
             count = max(interrupted, key=lambda count: count.total)
             return count.done, count.total, count.rate(clock)
         count = self._counts.pop(phase, None)

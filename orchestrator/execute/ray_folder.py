@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import select
+import selectors
 import shutil
 import socket
 import stat
@@ -128,18 +128,18 @@ def answers(*addresses: str) -> bool:
     """
     if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
         return any(map(listens, addresses))
-    deadline = time.monotonic() + _REACH_S
-    with ExitStack() as stack:
-        waiting: list[socket.socket] = []
+    with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for address in addresses:
             with suppress(OSError, ValueError):
-                waiting.append(stack.enter_context(_connection(address)))
-                waiting[-1].sendall(_PREFACE)
-        while waiting and (seconds := deadline - time.monotonic()) > 0:
-            for server in select.select(waiting, [], [], seconds)[0]:
-                waiting.remove(server)
+                server = stack.enter_context(_connection(address))
+                server.sendall(_PREFACE)
+                waiting.register(server, selectors.EVENT_READ, server)
+        deadline = time.monotonic() + _REACH_S
+        while waiting.get_map() and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in waiting.select(seconds):
+                waiting.unregister(key.data)
                 with suppress(OSError):
-                    if server.recv(_FRAME)[3:4] == _SETTINGS:
+                    if key.data.recv(_FRAME)[3:4] == _SETTINGS:
                         return True
     return False
 

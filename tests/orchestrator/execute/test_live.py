@@ -75,7 +75,8 @@ def test_a_restart_begins_a_new_pace_and_another_phase_has_its_own(clock: Clock)
     clock.now += 2
     assert pace.note("corpus", 8, 0) == (8, 0, 4)
     _train(pace, clock, range(100), 0.1, lambda _: None)
-    assert pace.note("memory", 3, 0)[:2] == (99, 500)
+    assert pace.note("checkpoint", 3, 0)[:2] == (99, 500)
+    assert pace.note("comparison", 0, 0) == (0, 0, None), "it interrupts nothing"
     assert pace.note("train", 50, 500) == (50, 500, None)
     clock.now += 2
     assert pace.note("train", 60, 500) == (60, 500, 5)
