@@ -66,14 +66,14 @@ def measure_time(call: Callable[[], object], device: torch.device, plan: TimingS
     try:
         batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
         filler = l2_filler(device) if device.type == "cuda" else None
+        spent_ms = 0.0
         while not samples or (
-            sum(samples) < 1000 * plan.max_s and (len(samples) < plan.repeats or sum(samples) < 1000 * plan.min_s)
+            spent_ms < 1000 * plan.max_s and (len(samples) < plan.repeats or spent_ms < 1000 * plan.min_s)
         ):
             beat("time", len(samples), plan.repeats)
-            if filler is None:
-                samples.append(1000 * _timed(call, device))
-            else:
-                samples += _batch_on_cuda(call, batch, filler)
+            taken = [1000 * _timed(call, device)] if filler is None else _batch_on_cuda(call, batch, filler)
+            samples += taken
+            spent_ms += sum(taken)
     finally:
         gc.enable()
     steady = "steady" if _is_steady(warmups) else f"not steady within {_STEADY_SPREAD:.0%}"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
@@ -169,12 +170,13 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            rows, texts = [], {}  # one text for all equal cells: most cells of a table repeat others
+            rows = []
+            text_of = cache(from_csv_cell)  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:
                 if cells:
                     place = f"{path.name} line {lines.line_num}"
-                    shared = (texts.setdefault(cell, from_csv_cell(cell)) for cell in cells)
-                    rows.append(reported.Row(zip(columns, shared, strict=False), file=place))
+                    filled = {name: text_of(cell) for name, cell in zip(columns, cells, strict=False) if cell}
+                    rows.append(reported.Row(filled, file=place))
             ended = os.pread(file.fileno(), 1, max(0, size - 1)) in (b"\n", b"\r")
             if not ended and len(cells) < len(columns):  # cut off, perhaps in a number
                 raise ImportFileError(

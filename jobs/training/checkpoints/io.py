@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import fsspec
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -79,8 +80,8 @@ class _FileSystem(FileSystem):
 
     def init_path(self, path: Any, **_: Any) -> Any:
         """Connect to the URL's filesystem. Returns the path in it."""
-        super().init_path(path, **filesystem_options())
-        return self.fs._strip_protocol(path)
+        self.fs, path = fsspec.url_to_fs(path, **filesystem_options())
+        return path
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
