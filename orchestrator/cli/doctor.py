@@ -12,9 +12,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
+from pathlib import Path
 
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
+from orchestrator.execute import upload
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.settings import Installation, Settings, installation
 
@@ -23,6 +26,7 @@ _INSTALL = "make env" if _FROM_CHECKOUT else "pip install nsa-bench"
 _INSTALL_GPU = "pip install '.[gpu]'" if _FROM_CHECKOUT else "pip install 'nsa-bench[gpu]'"
 
 _STORE_S = 20.0
+_FOLDERS = 10_000  # of the current one that are looked through: more is no folder to send
 
 
 class Health(StrEnum):
@@ -71,8 +75,20 @@ def findings(settings: Settings) -> list[Finding]:
         _artifact_store(settings),
         _pyspy(),
         _dashboard(settings),
+        *_working_dir(),
         *_offered(),
     ]
+
+
+def _working_dir() -> list[Finding]:
+    """Files here at which `ray job submit --working-dir .` hangs, or ends in a traceback."""
+    for folder, folders, files in islice(os.walk("."), _FOLDERS):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in [*folders, *files]:
+            if reason := upload.problem(path := Path(folder, name)):
+                detail = f"{str(path)!r}: {reason}: `ray job submit` cannot send this folder"
+                return [Finding("working dir", Health.MISSING, detail, "move it away; `nsa submit` leaves it out")]
+    return []
 
 
 def _version(package: str) -> str | None:

@@ -48,8 +48,19 @@ class RayExecutor:
         _check_interpreters(spec)
         connect(spec, settings)
         self._by_id = interruptibly(_nodes)
+        check_resources(spec, list(self._by_id.values()))
+        if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
+            node, amounts = held
+            self._by_id[node] = {name: amount - amounts.get(name, 0) for name, amount in self._by_id[node].items()}
+            try:
+                check_resources(spec, list(self._by_id.values()))
+            except UserError as err:
+                own = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+                raise UserError(
+                    f"entrypoint: this job itself holds {own}, which its points need; submit it without "
+                    f"--entrypoint-num-cpus and the like\n{err}"
+                ) from None
         self._nodes = list(self._by_id.values())
-        check_resources(spec, self._nodes)
         self._type = spec.resources.accelerator_type  # of all points: the requested one, else the one probed
         self._planned: Share | None = None  # of the probe, then of the points
         self._task: Any = None
@@ -236,6 +247,19 @@ def _nodes() -> dict[str, dict[str, float]]:
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _held(job: str) -> tuple[str, dict[str, float]] | None:
+    """The node of a job's entrypoint and what it holds there while it runs; None if nothing, as without options."""
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
+
+    alive = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
+    with suppress(RayStateApiException):  # the dashboard does not answer
+        for actor in list_actors(filters=alive, detail=True):
+            if str(actor.name).endswith(job) and actor.required_resources and actor.node_id:
+                return actor.node_id, actor.required_resources
+    return None
 
 
 def _batch_ended(err: Exception) -> BatchEnded:

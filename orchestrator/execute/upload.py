@@ -13,6 +13,7 @@ from pathlib import Path
 from jobs.specs.spec import JobSpec
 from orchestrator.errors import UserError
 from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
+from orchestrator.terminal import warn
 
 LIMIT = 100 * 2**20  # bytes before compression; Ray keeps an upload in its head's memory
 SUFFIXES = (".csv", ".mako", ".py", ".sql", ".svg", ".yaml")  # of sources and package data: pyproject.toml
@@ -112,10 +113,19 @@ def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Ite
             raise _unreadable(field, path, err) from None
         for name in names:
             yield from _below(field, path / name, here, (*parents, real))
-    elif real.is_file():
-        yield path
+    elif unsendable := problem(path):
+        warn(f"{field}: {str(path)!r}: {unsendable}; it is left out")
     else:
-        raise UserError(f"{field}: {str(path)!r}: is neither a file nor a folder; remove it, or name another folder")
+        yield path
+
+
+def problem(path: Path) -> str | None:
+    """Why Ray cannot send what lies at a path, relative to the folder that a job is submitted from; None if it can."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8"
+    return None if path.is_file() or path.is_dir() else "is neither a file nor a folder"
 
 
 def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:

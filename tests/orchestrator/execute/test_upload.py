@@ -11,10 +11,12 @@ import pytest
 from ray._private.runtime_env.packaging import get_uri_for_directory
 
 from jobs.specs.load import load_spec
+from orchestrator.cli import doctor
 from orchestrator.errors import UserError
 from orchestrator.execute import upload
 from orchestrator.execute.upload import collect
 from orchestrator.provenance import code_hash
+from orchestrator.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = "kind: train\nname: small\nseq_len: 16\nsteps: 20\n"
@@ -119,11 +121,8 @@ def _link(here: Path, target: str) -> None:
             "corpus",
             "'corpus/link': is a link to a folder that holds it; remove the link",
         ),
-        (lambda here: _link(here, "gone"), "corpus", "'corpus/link': is neither a file nor a folder"),
-        (lambda here: os.mkfifo(here / "corpus" / "pipe"), "corpus", "'corpus/pipe': is neither a file nor a folder"),
         (lambda here: (here / "empty").mkdir(), "empty", "'empty': holds no files"),
         (lambda here: (here / "corpus" / "a\\b").touch(), "corpus", "a backslash or a drive; rename it"),
-        (lambda here: Path(os.fsdecode(b"corpus/\xff")).touch(), "corpus", "its name is not UTF-8; rename it"),
     ],
 )
 def test_paths_that_cannot_be_sent_are_refused_by_name(train: Train, here: Path, prepare, path, message) -> None:
@@ -131,6 +130,23 @@ def test_paths_that_cannot_be_sent_are_refused_by_name(train: Train, here: Path,
         prepare(here)
     with pytest.raises(UserError, match=message):
         train(path)
+
+
+def test_what_ray_cannot_send_is_left_out_and_named_also_by_doctor(
+    train: Train, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not [finding for finding in doctor.findings(Settings()) if finding.name == "working dir"]
+    sent = train("corpus").files.keys()
+    _link(here, "gone")
+    os.mkfifo(here / "corpus" / "pipe")
+    Path(os.fsdecode(b"corpus/\xff")).touch()
+    assert train("corpus").files.keys() == sent
+    warned = capsys.readouterr().err
+    assert "data.path: 'corpus/link': is neither a file nor a folder; it is left out" in warned
+    assert "data.path: 'corpus/pipe': is neither a file nor a folder; it is left out" in warned
+    assert "data.path: 'corpus/\\udcff': its name is not UTF-8; it is left out" in warned
+    [found] = [finding for finding in doctor.findings(Settings()) if finding.name == "working dir"]
+    assert "`ray job submit` cannot send this folder" in found.detail
 
 
 def test_a_file_may_not_take_the_place_of_a_source(train: Train, here: Path) -> None:
