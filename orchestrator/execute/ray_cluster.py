@@ -254,9 +254,10 @@ def _held(job: str) -> tuple[str, dict[str, float]] | None:
     from ray.util.state import list_actors
     from ray.util.state.exception import RayStateApiException
 
-    alive = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
+    filters: Any = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
     with suppress(RayStateApiException):  # the dashboard does not answer
-        for actor in list_actors(filters=alive, detail=True):
+        actors: Any = list_actors(filters=filters, detail=True)
+        for actor in actors:
             if str(actor.name).endswith(job) and actor.required_resources and actor.node_id:
                 return actor.node_id, actor.required_resources
     return None
