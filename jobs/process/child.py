@@ -131,7 +131,7 @@ class Child:
             Its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
-            tree = self.tree()
+            tree = [*self.tree(), *self._orphans()]
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             for process in tree:
@@ -143,6 +143,11 @@ class Child:
             while any(map(_runs, tree)) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
+
+    def _orphans(self) -> list[psutil.Process]:
+        """What it started, by the folder of temporary files: daemons of a process that has died are in no tree."""
+        own = {"TMPDIR": str(self.temporary)}.items()
+        return [p for p in psutil.process_iter(["environ"]) if own <= (p.info["environ"] or {}).items()]
 
     def discard(self) -> None:
         """Kill the process, close its pipes and remove its files. The handle cannot be used afterwards."""

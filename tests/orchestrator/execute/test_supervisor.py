@@ -155,6 +155,14 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
         assert not is_alive(int(pid))
 
 
+def test_daemons_of_a_point_that_died_end_with_it(measure) -> None:
+    start = "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    daemons = f"import subprocess; subprocess.run([sys.executable, '-c', \"import subprocess; {start}\"])"
+    [end] = ended(measure(f"{daemons}\nos._exit(1)"))
+    assert end.outcome.state is PointState.CRASH
+    assert not is_alive(int(end.files["stdout.txt"]))
+
+
 def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
     codes = ["print('a')", "print('b')", "raise ValueError", "pass", "os._exit(1)", "pass"]
     ends = ended(measure(*codes, conditions=dataclasses.replace(PATIENT, warm=True)))
