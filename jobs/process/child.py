@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.process import temporary
+from jobs.process import compiler_cache, temporary
 from jobs.process.messages import Command, File, Inbox, Message, encode
 from jobs.process.post_mortem import tail
 
@@ -48,7 +48,7 @@ class Child:
         self._offsets = {"stdout": 0, "stderr": 0}
         variables = _search_path(self.folder, another=python is not None)
         variables |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)}
-        variables |= {"TORCHINDUCTOR_CACHE_DIR": _compiler_cache(self.folder)}
+        variables |= compiler_cache.folders(self.folder)
         for name, value in (env or {}).items():
             if value is None:
                 variables.pop(name, None)
@@ -186,19 +186,3 @@ def _search_path(folder: Path, *, another: bool) -> dict[str, str]:
     if SOURCES.name not in ("site-packages", "dist-packages"):  # which must not precede the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), variables.get("PYTHONPATH")]))
     return variables
-
-
-def _compiler_cache(folder: Path) -> str:
-    """PyTorch's compiler's cache, beyond the child's end: in the user's home, or in the child's folder without one.
-
-    PyTorch's own choice has a name that anyone can guess, in a folder where all users may write: who makes it first
-    chooses the code that others run.
-    """
-    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return chosen
-    with contextlib.suppress(OSError, RuntimeError):  # of a container's user without a home
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-bench" / "torchinductor"
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
-            return str(cache)
-    return str(folder / "torchinductor")

@@ -15,10 +15,12 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
+from jobs.process import compiler_cache
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
 from orchestrator.execute import upload
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
+from orchestrator.run.driver import database_problem
 from orchestrator.settings import Installation, Settings, installation
 
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
@@ -67,6 +69,7 @@ def findings(settings: Settings) -> list[Finding]:
         _torch(),
         _gpu(),
         _triton(),
+        _compiler_caches(),
         *_dense(),
         _ray(settings),
         _ray_access(settings),
@@ -230,7 +233,18 @@ def _database(settings: Settings) -> Finding:
     except StoreError as err:
         health = Health.MISSING if settings.no_database_yet else Health.BROKEN
         return Finding("database", health, str(err), "nsa db upgrade")
+    if problem := database_problem(settings):
+        return Finding("database", Health.MISSING, problem)
     return Finding("database", Health.OK, hide_password(settings.database))
+
+
+def _compiler_caches() -> Finding:
+    caches = compiler_cache.folders(Path("(a folder of each point)"))
+    systems = [compiler_cache.network_file_system(Path(folder)) for folder in caches.values()]
+    detail = ", ".join(f"{name}={folder}" for name, folder in caches.items())
+    if system := next(filter(None, systems), None):
+        return Finding("compiler caches", Health.MISSING, f"{detail}: on {system}", f"unset {' and '.join(caches)}")
+    return Finding("compiler caches", Health.OK, detail)
 
 
 def _artifacts(settings: Settings) -> Finding:

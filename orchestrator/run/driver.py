@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs.hardware.machine import probe
+from jobs.process.compiler_cache import network_file_system
 from jobs.schema.axes import check_values
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.quantities import Quantities, Role
@@ -24,7 +25,7 @@ from jobs.schema.states import PointState, RunState
 from jobs.specs.kinds import kind_module, own_axes
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance, terminal
-from orchestrator.database_url import StoreError, StoreUnavailable, hide_password
+from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.report import summary
@@ -83,6 +84,8 @@ def _run(order: Order) -> int:
     job = provenance.submission_id()
     executor = None if job else _executor(order)
     with ExitStack() as stack:
+        if problem := database_problem(order.settings):
+            terminal.warn(f"warning: {problem}")
         store = stack.enter_context(_open_store(order.settings))
         journal = history = recorder = None
         try:
@@ -199,6 +202,17 @@ def _executor(order: Order) -> Executor:
     from orchestrator.execute.ray_cluster import RayExecutor
 
     return RayExecutor(order.spec, order.settings)
+
+
+def database_problem(settings: Settings) -> str | None:
+    """What may damage the database: SQLite's log (WAL) is unsafe on a network file system; None elsewhere."""
+    path = sqlite_path(settings.database)
+    if path is None or (system := network_file_system(path)) is None:
+        return None
+    return (
+        f"NSA_DATABASE_URL: {settings.database!r}: lies on {system}, where SQLite may lose or damage it; use Postgres, "
+        "or a path on a local disk"
+    )
 
 
 @contextmanager

@@ -248,16 +248,3 @@ def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(m
     assert end.outcome.reason.startswith(
         f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
     )
-
-
-def test_the_compilers_cache_is_where_no_other_user_can_write(measure, monkeypatch, tmp_path) -> None:
-    """Its code runs in the point; PyTorch's own place below /tmp can be made by anyone first."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    code = "import os; files = {'cache.txt': os.environ['TORCHINDUCTOR_CACHE_DIR']}"
-    cache = tmp_path / "cache" / "nsa-bench" / "torchinductor"
-    assert ended(measure(code))[0].files["cache.txt"] == str(cache)
-    assert cache.stat().st_mode & 0o777 == 0o700
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # nothing can be made there
-    assert "/nsa-point-" in ended(measure(code))[0].files["cache.txt"]

@@ -1,0 +1,70 @@
+"""Where a process keeps compiled kernels: on a disk of this host, in a folder that only its user can write.
+
+Several hosts that compile into one folder of a network file system lose files to each other (EBUSY, ESTALE). PyTorch's
+choice below /tmp can be made first by another user, whose code would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import psutil
+
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+_NETWORK = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "wekafs"}
+)
+
+
+def network_file_system(path: Path) -> str | None:
+    """The type of the network file system that a path lies on, as "nfs4"; None on a disk of this host."""
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    path = path.resolve()
+    system = next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), "")
+    return system if system in _NETWORK or system.startswith("fuse.") else None
+
+
+def folders(fallback: Path) -> dict[str, str]:
+    """The variables of the compilers' caches, each as it is set, else in the user's cache or below /tmp.
+
+    Args:
+        fallback: a folder for where neither can be written.
+    """
+    root = next(filter(_usable, _candidates()), fallback)
+    return {name: os.environ.get(name) or str(root / folder) for name, folder in VARIABLES.items()}
+
+
+def _candidates() -> list[Path]:
+    here = Path(tempfile.gettempdir()) / f"nsa-bench-{os.geteuid()}"
+    with contextlib.suppress(RuntimeError):  # of a container's user without a home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if network_file_system(home) is None:
+            return [home / "nsa-bench", here]
+    return [here]
+
+
+def _usable(folder: Path) -> bool:
+    """Make the folder; whether it is this user's, and nobody else can write to it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.lstat()
+        return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+    return False
+
+
+def lost_file(err: BaseException) -> str | None:
+    """What to do about an exception of a cache on a network file system; None for any other."""
+    cause: BaseException | None = err
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EBUSY, errno.ESTALE):
+            caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+            return (
+                f"{cause}: several processes share a folder of a network file system; if {caches} is on one, unset it"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -1,0 +1,67 @@
+"""Compilers' caches: on a local disk, this user's alone; what is lost on a network file system."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from jobs.process import compiler_cache
+from jobs.process.worker import failure
+from jobs.schema.states import PointState
+from orchestrator.cli import doctor
+from orchestrator.run.driver import database_problem
+from orchestrator.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, and no variable of the compilers."""
+    for name in compiler_cache.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
+    return tmp_path / "home"
+
+
+def mount(monkeypatch: pytest.MonkeyPatch, folder: Path, system: str) -> None:
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(folder), fstype=system)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+
+def caches(tmp_path: Path) -> set[Path]:
+    return {Path(folder).parent for folder in compiler_cache.folders(tmp_path / "point").values()}
+
+
+def test_caches_are_in_the_users_home_where_no_other_user_can_write(home: Path, tmp_path: Path) -> None:
+    assert caches(tmp_path) == {home / "nsa-bench"}
+    assert (home / "nsa-bench").stat().st_mode & 0o777 == 0o700
+    (home / "nsa-bench").chmod(0o777)  # anyone may have put code there
+    [elsewhere] = caches(tmp_path)
+    assert elsewhere.parent == tmp_path / "local"
+    elsewhere.chmod(0o777)
+    assert caches(tmp_path) == {tmp_path / "point"}
+
+
+def test_a_home_on_a_network_file_system_keeps_no_cache(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount(monkeypatch, home, "nfs4")
+    [elsewhere] = caches(tmp_path)
+    assert elsewhere.parent == tmp_path / "local"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "chosen"))
+    monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{home / 'nsa.db'}")
+    details = {finding.name: finding.detail for finding in doctor.findings(Settings())}
+    assert details["compiler caches"].endswith("on nfs4")
+    assert "lies on nfs4, where SQLite may lose or damage it; use Postgres" in str(database_problem(Settings()))
+
+
+def test_a_file_lost_on_a_network_file_system_names_the_caches_and_is_tried_again() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("backend failed") from OSError(errno.ESTALE, "Stale file handle")
+    found = failure(raised.value)
+    assert found.state is PointState.LOST
+    assert "TRITON_CACHE_DIR=" in found.reason
