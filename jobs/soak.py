@@ -10,13 +10,15 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from jobs import train
-from jobs.hardware.stats import SLOPE_INTERVAL, common_slope
+from jobs.hardware.stats import SLOPE_INTERVAL, Slope, common_slope
 from jobs.schema.axes import Axis
-from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point
+from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, Surroundings, reporter
 from jobs.schema.quantities import Better, Quantity, Role
+from jobs.training.checkpoints.folder import CheckpointFolder
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.errors import Suspended, noting_sigterm
 from jobs.training.launch import run_ranks
@@ -28,12 +30,14 @@ from jobs.training.state import Run
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
 
-MEMORY_SLOPE = Quantity(
-    "memory_slope", "MiB/h", "Growth of the memory held", "memory slope", Better.LOWER, Role.HEADLINE
+RESERVED_GROWTH = Quantity(
+    "reserved_growth", "%/1000 steps", "Growth of the memory reserved", "memory growth", Better.LOWER, Role.HEADLINE
 )
-MEMORY_GROWTH = Quantity("memory_growth", "%/1000 steps", "Growth of the memory held by step", better=Better.LOWER)
-ALLOCATED_SLOPE = Quantity("allocated_slope", "MiB/h", "Growth of the memory allocated", better=Better.LOWER)
-HOST_MEMORY_SLOPE = Quantity("host_memory_slope", "MiB/h", "Growth of the host memory", better=Better.LOWER)
+DRIVER_GROWTH = Quantity(
+    "driver_growth", "%/1000 steps", "Growth of the memory in use on the card", better=Better.LOWER
+)
+HOST_GROWTH = Quantity("host_growth", "MiB/h", "Growth of the host memory", better=Better.LOWER)
+PROCESS_CHECKPOINTS = Quantity("process_checkpoints", "1", "Most checkpoints of one process")
 THROUGHPUT_DRIFT = Quantity(
     "throughput_drift", "%/h", "Drift of the throughput", "throughput drift", Better.HIGHER, Role.HEADLINE
 )
@@ -44,7 +48,7 @@ INTERRUPTIONS = Quantity("interruptions", "1", "Interruptions of the soak", bett
 RESTARTS = Quantity("restarts", "1", "Restarts of the ranks", better=Better.LOWER)
 AXES = (*train.AXES, Axis("minutes", "whole", "minutes"))
 QUANTITIES = (
-    *(MEMORY_SLOPE, MEMORY_GROWTH, ALLOCATED_SLOPE, HOST_MEMORY_SLOPE, THROUGHPUT_DRIFT, *train.QUANTITIES),
+    *(RESERVED_GROWTH, DRIVER_GROWTH, HOST_GROWTH, THROUGHPUT_DRIFT, *train.QUANTITIES, PROCESS_CHECKPOINTS),
     *(ALERT_TIME, SOAK_TIME, PIECES, INTERRUPTIONS, RESTARTS, MEMORY_HELD, HOST_MEMORY),
 )
 
@@ -52,6 +56,10 @@ HISTORY = "soak.csv"
 """Name of the file with the intervals of the rank that holds the most memory."""
 
 Case = train.Case
+
+LEAST_CHECKPOINTS = 10
+LEAST_PROCESSES = 3
+"""Checkpoints of one process, and processes, without which growth is not judged."""
 
 _MIB = 2**20
 _START_S = 900  # of a point's deadline, for start-up, checkpoints and the check of the attention
@@ -137,28 +145,34 @@ def measure(case: Case, beat: Beat) -> Measurement:
             restarts += reports[0].environment["training"]["restarts"]
             history = _history(reports[0].run)
             if history.done:
-                return _measurement(case, reports, restarts)
+                return _measurement(case, reports, restarts, _starts(reporter(beat).surroundings))
             if stop.is_set():
                 raise Suspended(f"SIGTERM ended the soak after piece {history.pieces}: nsa submit SPEC --resume RUN")
             beat(STARTING)
 
 
-def _measurement(case: Case, reports: Sequence[RankReport], restarts: int) -> Measurement:
+def _starts(there: Surroundings) -> int:
+    assert there.checkpoints is not None, "a soak without them does not get so far"
+    return CheckpointFolder(there.checkpoints).starts(there.key)
+
+
+def _measurement(case: Case, reports: Sequence[RankReport], restarts: int, starts: int) -> Measurement:
     """Results of a whole soak from the reports of its last process, by rank.
 
     Times and losses are the first rank's; memory is that of the rank that holds the most.
 
     Args:
         restarts: of all pieces in this attempt.
+        starts: of all attempts, each of all ranks together.
     """
     assert case.soak is not None
     first, worst = reports[0], max(reports, key=lambda each: _highest(_history(each.run), lambda i: i.held))
     history = _history(worst.run)
     metrics = [
-        *_memory(history, case.soak),
+        *_memory([_history(report.run) for report in reports], case.soak),
         *_times(case, first),
         *_ranks([report.run for report in reports], case.soak),
-        *_counts(worst.run),
+        *_counts(history, starts),
         Metric.of(RESTARTS, restarts, method="of this attempt, after a rank had died, with a checkpoint or without"),
         *common_metrics(case, reports, worst),
     ]
@@ -177,79 +191,91 @@ def _highest(history: SoakHistory, size: Callable[[Interval], int]) -> float:
     return max((size(interval) for interval in history.intervals), default=0) / _MIB
 
 
-def _memory(history: SoakHistory, plan: SoakPlan) -> list[Metric]:
-    """Highest memory and its slopes, of one rank."""
-    settled = history.settled(plan)
-    gpu = any(interval.allocated for interval in history.intervals)
+def _memory(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
+    """Highest memory and its growth, each of the rank where it is most."""
+    gpu = any(interval.allocated for history in histories for interval in history.intervals)
     held = "memory reserved on the GPU" if gpu else "resident memory"
-    sizes = tuple(interval.held / _MIB for interval in history.intervals)
-    of_mean = f"{held} in percent of its mean"
+    worst = max(histories, key=lambda each: _highest(each, lambda i: i.held))
+    sizes = tuple(interval.held / _MIB for interval in worst.intervals)
     metrics = [
-        Metric.of(
-            MEMORY_HELD, max(sizes, default=0.0), sizes, f"highest {held} over all processes; samples: intervals"
-        ),
-        *_slope(MEMORY_SLOPE, settled, lambda i: i.held / _MIB, held),
-        *_slope(MEMORY_GROWTH, settled, lambda i: i.held / _MIB, of_mean, lambda i: i.thousands, relative=True),
+        Metric.of(MEMORY_HELD, max(sizes, default=0.0), sizes, f"highest {held} over all processes; samples: intervals")
     ]
+    settled = [history.settled(plan) for history in histories]
     if gpu:
-        allocated = "highest memory allocated in an interval"
-        metrics += _slope(ALLOCATED_SLOPE, settled, lambda i: i.allocated / _MIB, allocated)
-        metrics += _slope(HOST_MEMORY_SLOPE, settled, lambda i: i.resident / _MIB, "resident memory")
-        highest = _highest(history, lambda i: i.resident)
+        highest = max(_highest(history, lambda i: i.resident) for history in histories)
         metrics.append(Metric.of(HOST_MEMORY, highest, method="highest resident memory over all processes"))
-    return metrics
+        metrics += _growth(RESERVED_GROWTH, settled, lambda i: i.reserved, held, by_step=True)
+        metrics += _growth(DRIVER_GROWTH, settled, lambda i: i.driver, "memory in use on the card", by_step=True)
+    return [*metrics, *_growth(HOST_GROWTH, settled, lambda i: i.resident, "resident memory", by_step=False)]
 
 
-def _slope(
+def _growth(
     quantity: Quantity,
-    intervals: Sequence[Interval],
-    y: Callable[[Interval], float],
+    ranks: Sequence[Sequence[Interval]],
+    size: Callable[[Interval], int],
     what: str,
-    x: Callable[[Interval], float] = lambda i: i.hours,
     *,
-    relative: bool = False,
-    levels: bool = True,
+    by_step: bool,
 ) -> list[Metric]:
-    """Slope of y against x over intervals; none with too few of them.
+    """Growth of memory on the rank where it is fastest; none with too few checkpoints or processes to see it.
+
+    A level of its own is granted to no process beyond its first checkpoint, so that readings before it are left out.
+    What leaks within a process shows in the slope there, and what stays when a process has ended in the next one's
+    level; the first process, which loaded no checkpoint, lies lower than all others and is not compared with them.
 
     Args:
-        what: y in words.
-        relative: in percent of the mean of y.
-        levels: processes have levels of their own, before their first checkpoint and after.
+        ranks: settled intervals by rank.
+        by_step: in percent of the mean by 1,000 steps; else in MiB by hour.
     """
-    values = [y(interval) for interval in intervals]
-    pieces = [interval.memory_level if levels else 0 for interval in intervals]
-    slope = common_slope(pieces, [x(interval) for interval in intervals], values)
-    if slope is None:
-        return []
-    scale = 100 / fmean(values) if relative else 1.0
-    low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
-    fit = f"least squares over {len(values)} intervals"
-    fit += ", one slope and levels of each process before and after its first checkpoint" * levels
-    method = f"{what}: {fit}; {SLOPE_INTERVAL}"
-    return [Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
+    metrics = []
+    for intervals in ranks:
+        used = [each for each in intervals if each.checkpoints]
+        processes = np.array([each.process for each in used])
+        if len(unique := np.unique(processes)) < LEAST_PROCESSES:
+            continue
+        x = np.array([each.thousands if by_step else each.hours for each in used])
+        y = np.array([size(each) / _MIB for each in used])
+        within = common_slope(processes, x, y)
+        if within is None or max(each.checkpoints for each in used) < LEAST_CHECKPOINTS:
+            continue
+        means = np.array([(x[processes == each].mean(), y[processes == each].mean()) for each in unique[1:]])
+        between = float(np.polyfit(means[:, 0], means[:, 1], 1)[0])
+        slope = within if within.value >= between else Slope(between, None, None)
+        scale = 100 / y.mean() if by_step else 1.0
+        low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
+        where = f"within processes; {SLOPE_INTERVAL}" if slope is within else "from one process to the next"
+        method = f"{what} from each process's first checkpoint on, the faster of two growths: {where}"
+        metrics.append(
+            Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)
+        )
+    return [max(metrics, key=lambda metric: metric.value)] if metrics else []
 
 
 def _times(case: Case, report: RankReport) -> list[Metric]:
     """Step time, throughput and its drift, figures of the plan if any, and the loss."""
     assert case.soak is not None
     intervals, (settled, words) = _history(report.run).intervals, _settled(report.run, case.soak)
-    drift = _slope(
-        THROUGHPUT_DRIFT,
-        settled,
-        lambda i: case.tokens * i.steps / i.seconds,
-        "throughput in percent of its mean",
-        relative=True,
-        levels=False,
-    )
     losses = tuple(interval.loss / interval.steps for interval in intervals)
     last = losses[-max(1, len(losses) // 10) :]
     method = f"mean of the last {len(last)} intervals; samples: means of all intervals{per_byte(case)}"
     return [
         *speed(case, report, [i.seconds / i.steps for i in settled], words),
-        *drift,
+        *_drift(settled, case.tokens),
         Metric.of(LOSS, fmean(last), losses, method),
     ]
+
+
+def _drift(intervals: Sequence[Interval], tokens: int) -> list[Metric]:
+    """Slope of the throughput in percent of its mean, through all processes; none with too few intervals."""
+    values = [tokens * each.steps / each.seconds for each in intervals]
+    slope = common_slope([0] * len(values), [each.hours for each in intervals], values)
+    if slope is None:
+        return []
+    scale = 100 / fmean(values)
+    low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
+    method = f"throughput in percent of its mean: least squares over {len(values)} intervals; {SLOPE_INTERVAL}"
+    name, unit = THROUGHPUT_DRIFT.name, THROUGHPUT_DRIFT.unit
+    return [Metric(name, unit, scale * slope.value, ci_low=low, ci_high=high, method=method)]
 
 
 def _settled(run: Run, plan: SoakPlan) -> tuple[list[Interval], str]:
@@ -272,14 +298,14 @@ def _ranks(runs: Sequence[Run], plan: SoakPlan) -> list[Metric]:
     return compared((steps, f"median of each rank's {words}"), (compute, of_compute), (busy, of_looks))
 
 
-def _counts(run: Run) -> list[Metric]:
-    history = _history(run)
-    processes = sum(step >= run.foreign for step in run.begun)
-    ends = "processes that ended before their piece did, and had saved a checkpoint"
+def _counts(history: SoakHistory, starts: int) -> list[Metric]:
+    ends = "starts of the ranks that did not train to the end of their piece: killed, failed or told to stop"
     alert = f"memory held, of the rank that holds the most; samples once a second; 1 GB = {GB:,} bytes"
+    most = max((each.checkpoints for each in history.intervals), default=0)
     return [
         Metric.of(SOAK_TIME, history.elapsed_s / 3600, method="without checkpoints, held-out losses and start-up"),
         Metric.of(PIECES, history.pieces, method="processes that trained to the end of their piece"),
-        Metric.of(INTERRUPTIONS, max(0, processes - history.pieces), method=ends),
+        Metric.of(INTERRUPTIONS, max(0, starts - history.pieces), method=ends),
+        Metric.of(PROCESS_CHECKPOINTS, most, method=f"growth needs {LEAST_CHECKPOINTS}, and {LEAST_PROCESSES} pieces"),
         Metric.of(ALERT_TIME, history.alert_s / 60, method=alert),
     ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jobs.schema.point import Metric
 from jobs.schema.quantities import Quantity
@@ -57,7 +58,7 @@ class Slope:
     high: float | None
 
 
-def common_slope(pieces: Sequence[int], x: Sequence[float], y: Sequence[float]) -> Slope | None:
+def common_slope(pieces: ArrayLike, x: ArrayLike, y: ArrayLike) -> Slope | None:
     """Slope of y against x that all pieces share, whatever the level of each; None with too few readings.
 
     The within estimator of panel data: both are taken as deviations from their piece's means, which gives the slope of

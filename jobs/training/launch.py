@@ -78,6 +78,8 @@ def _run_once(case: TextCase, beat: Beat, launcher: Launcher, stop: threading.Ev
     try:
         if stop.is_set():
             raise RanksEnded({}, {})
+        if case.soak is not None and (folder := report.surroundings.checkpoints) is not None:
+            CheckpointFolder(folder).note_start(report.surroundings.key)
         reports = launcher.run(ranks, case.device, main, watch.note, waiting, stop)
         hosts = [report.environment["host"] for report in reports]
         return [_with(report, launcher=launcher.name, hosts=hosts) for report in reports]

@@ -27,7 +27,7 @@ _LOOK_S = 1.0  # of training between two looks at the memory; each interval ends
 
 _COLUMNS = (  # of the table
     *("process", "end_s", "end_step", "steps", "step_ms", "loss"),
-    *("allocated_mib", "reserved_mib", "resident_mib", "warm_up", "after_checkpoint"),
+    *("allocated_mib", "reserved_mib", "driver_mib", "resident_mib", "warm_up", "checkpoints"),
     *("compute_ms", "busy"),
 )
 
@@ -69,9 +69,10 @@ class Interval:
         steps, seconds: number and time of its steps.
         loss: sum over its steps [nat/byte].
         allocated, reserved: bytes on the GPU, the highest; 0 on a CPU.
+        driver: bytes in use on the card as the driver counts them, other processes included, the highest; 0 on a CPU.
         resident: bytes of the process in the host's memory, the highest.
         warm: whether it begins after the warm-up of its process.
-        after_checkpoint: whether its process had begun a checkpoint: the first one leaves buffers behind, saved or not.
+        checkpoints: that its process had begun; the first one leaves buffers behind, saved or not.
         compute_ms: sum of the rank's own compute times; 0 where they are unknown.
         busy: sum of the utilisation of its GPU in `looks` looks [%].
     """
@@ -84,18 +85,13 @@ class Interval:
     loss: float = 0.0
     allocated: int = 0
     reserved: int = 0
+    driver: int = 0
     resident: int = 0
     warm: bool = False
-    after_checkpoint: bool = False
+    checkpoints: int = 0
     compute_ms: float = 0.0
     busy: float = 0.0
     looks: int = 0
-
-    @property
-    def memory_level(self) -> int:
-        """Number of the level at which memory stays but for growth: two a process, before its first checkpoint and
-        after."""
-        return 2 * self.process + self.after_checkpoint
 
     @property
     def held(self) -> int:
@@ -143,7 +139,7 @@ class SoakHistory:
         self.intervals = [Interval(*row) for row in own["intervals"]]
 
     def settled(self, plan: SoakPlan) -> list[Interval]:
-        """Intervals that count for slopes and times: without warm-up, and not cut short by their memory level's end."""
+        """Intervals that count for slopes and times: without warm-up, and not cut short by a first checkpoint."""
         return [each for each in self.intervals if each.warm and each.seconds >= plan.interval_s / 2]
 
     def to_csv(self) -> str:
@@ -151,8 +147,9 @@ class SoakHistory:
         lines = [",".join(_COLUMNS)]
         for each in self.intervals:
             times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
-            sizes = ",".join(f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.resident))
-            flags = f"{int(not each.warm)},{int(each.after_checkpoint)}"
+            memory = (each.allocated, each.reserved, each.driver, each.resident)
+            sizes = ",".join(f"{size / 2**20:.1f}" for size in memory)
+            flags = f"{int(not each.warm)},{each.checkpoints}"
             own = f"{each.compute_ms / each.steps:.4f},{each.busy / each.looks if each.looks else float('nan'):.1f}"
             lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags},{own}")
         return "\n".join(lines) + "\n"
@@ -188,7 +185,7 @@ class SoakWatch:
         self._utilization = utilization
         self._report = reporter(beat)
         self._process = 0
-        self._after_checkpoint = False
+        self._checkpoints = 0
         self._begun_s = history.elapsed_s
         self._looked_s = -_LOOK_S
 
@@ -206,7 +203,7 @@ class SoakWatch:
         if self._looked_s < self.history.elapsed_s:
             last = self.history.intervals[-1]
             self._look(last.end_step, last)
-        self._after_checkpoint = True
+        self._checkpoints += 1
 
     def add(self, step: int, loss: float, seconds: float, agreed_s: float, compute_ms: float | None = None) -> None:
         """Add a step.
@@ -224,9 +221,10 @@ class SoakWatch:
         history, plan = self.history, self.plan
         warm = history.elapsed_s - self._begun_s >= plan.warm_up_s
         last = history.intervals[-1] if history.intervals else None
-        fresh = Interval(self._process, 0, 0, warm=warm, after_checkpoint=self._after_checkpoint)
-        if last is None or last.seconds >= plan.interval_s or last.memory_level != fresh.memory_level:
-            history.intervals.append(last := fresh)
+        first = last is None or last.process != self._process or (self._checkpoints > 0 and not last.checkpoints)
+        if last is None or first or last.seconds >= plan.interval_s:
+            history.intervals.append(last := Interval(self._process, 0, 0, warm=warm))
+        last.checkpoints = self._checkpoints
         history.elapsed_s += seconds
         over = agreed_s >= min(self._begun_s + 60 * plan.piece_minutes, 60 * plan.minutes)
         history.pieces += over and not self.over
@@ -243,9 +241,9 @@ class SoakWatch:
     def _look(self, step: int, last: Interval) -> None:
         """Look at the memory since the last look, and at the GPU's utilisation."""
         since, self._looked_s = self._looked_s, self.history.elapsed_s
-        allocated, reserved, resident = _memory(self._device)
+        allocated, reserved, driver, resident = _memory(self._device)
         last.allocated, last.reserved = max(last.allocated, allocated), max(last.reserved, reserved)
-        last.resident = max(last.resident, resident)
+        last.driver, last.resident = max(last.driver, driver), max(last.resident, resident)
         if (busy := self._utilization()) is not None:
             last.busy += busy
             last.looks += 1
@@ -265,10 +263,12 @@ class SoakWatch:
         self.history.alert_s += self.history.elapsed_s - since
 
 
-def _memory(device: torch.device) -> tuple[int, int, int]:
-    """Bytes allocated (the highest since the last call) and reserved on a GPU, and resident in the host's memory."""
+def _memory(device: torch.device) -> tuple[int, int, int, int]:
+    """Bytes on a GPU: allocated (the highest since the last call), reserved, and in use as the driver counts them; and
+    resident in the host's memory."""
     if device.type != "cuda":
-        return 0, 0, resident_bytes()
+        return 0, 0, 0, resident_bytes()
     allocated = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return allocated, torch.cuda.memory_reserved(device), resident_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return allocated, torch.cuda.memory_reserved(device), total - free, resident_bytes()

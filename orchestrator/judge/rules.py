@@ -67,7 +67,7 @@ class Measure(Strict):
         return self
 
     def at(self, values: Mapping[str, int]) -> Measure:
-        """The way with the plan's values in place of "{seq_len}", "{batch}", "{tokens}" and "{micro_batch}"."""
+        """The way with the plan's values in place of their names in braces, as "{seq_len}"."""
         changed = self.set
         for name, value in values.items():
             changed = tuple(each.replace(f"{{{name}}}", str(value)) for each in changed)
@@ -108,6 +108,7 @@ class Plan(TrainingPlan):
             "batch": batch,
             "tokens": self.tokens_per_step,
             "micro_batch": micro_batch,
+            "checkpoint_every": max(1, 4_096_000 // self.tokens_per_step),  # a dozen and more in a soak's piece
         }
 
     def where(self, names: Iterable[str], gpus: int) -> Where:

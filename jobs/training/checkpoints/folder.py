@@ -11,6 +11,7 @@ import json
 import os
 import posixpath
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from jobs.schema.plain_text import error_in_a_line
 MANIFEST = "complete.json"
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)")
+_STARTS = "starts"  # a file for each start: one that was killed before it could save anything counts, too
 _PIECE = 8 << 20  # bytes read at a time
 
 
@@ -149,6 +151,21 @@ class CheckpointFolder:
         """
         newest = next(iter(self.complete()), None)
         return newest.step if newest is not None and newest.is_gone_on_from(key) else None
+
+    def note_start(self, key: str) -> None:
+        """Note that the ranks of a point are started. Raises CheckpointError."""
+        try:
+            self._fs.makedirs(f"{self._root}/{_STARTS}", exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/{_STARTS}/{key}-{uuid.uuid4().hex}", b"started")
+        except Exception as err:
+            raise self._failed(err) from None
+
+    def starts(self, key: str) -> int:
+        """Number of starts noted under a key. Raises CheckpointError."""
+        try:
+            return len(self._fs.glob(f"{self._root}/{_STARTS}/{key}-*"))
+        except Exception as err:
+            raise self._failed(err) from None
 
     def damage(self, manifest: Manifest, name: str, sign: Callable[[], None]) -> str | None:
         """The difference of a file from the one that was written, in words; None if it is the same.

@@ -18,7 +18,7 @@ from travelling import travelled
 
 from jobs.hardware.stats import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
-from jobs.soak import HOST_MEMORY_SLOPE, QUANTITIES, Spec, _ranks, _slope, measure
+from jobs.soak import QUANTITIES, Spec, _memory, _ranks, measure
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec as TrainSpec
@@ -150,10 +150,10 @@ def test_hours_of_steps_are_kept_in_a_bounded_history_that_a_checkpoint_takes_al
 
 def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes between two looks: a first one begins another level, a later one may be the last of all."""
-    looks: list[tuple[int, int, int]] = []
+    looks: list[tuple[int, int, int, int]] = []
 
-    def memory(device: torch.device) -> tuple[int, int, int]:
-        looks.append((0, 0, 10**9))
+    def memory(device: torch.device) -> tuple[int, int, int, int]:
+        looks.append((0, 0, 0, 10**9))
         return looks[-1]
 
     monkeypatch.setattr("jobs.training.soak._memory", memory)
@@ -167,9 +167,9 @@ def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monke
             if step in (cut, cut + 35):
                 watch.note_checkpoint()
                 assert {interval.held for interval in history.settled(plan)} == {10**9}
-        levels = [interval.memory_level for interval in history.intervals]
-        assert levels == sorted(levels)
-        assert set(levels) == {0, 1}
+        saved = [interval.checkpoints for interval in history.intervals]
+        assert saved == sorted(saved)
+        assert set(saved) == {0, 1, 2}
         assert len(told.series["host_memory"]) == len(looks), "no step has two"
 
 
@@ -177,7 +177,7 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = 59.0
-    monkeypatch.setattr("jobs.training.soak._memory", lambda device: (0, int(held * 1e9), 10**9))
+    monkeypatch.setattr("jobs.training.soak._memory", lambda device: (0, int(held * 1e9), 0, 10**9))
     told, history = Watching(tmp_path), SoakHistory()
     watch = _watch(SoakPlan(60, 20, 60, 65), history, told)
     for step in range(1, 1201):
@@ -266,9 +266,8 @@ def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Pat
     assert [row["end_step"] for row in rows if row["process"] == 0][-1] == resumed
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
     assert 3600 * found["soak_time"].value >= 3.6
-    assert {"memory_slope", "memory_growth", "throughput_drift", "memory_held"} <= set(found)
-    assert "levels of each process" in found["memory_slope"].method
-    assert "a level of each process" not in found["throughput_drift"].method
+    assert {"throughput_drift", "memory_held"} <= set(found)
+    assert "host_growth" not in found, "two processes"
     assert found["throughput"].value == pytest.approx(4 * 32 / found["time"].value * 1000, rel=0.2)
     assert {metric.name for metric in result.metrics} <= {quantity.name for quantity in QUANTITIES}
     assert set(watching.series) <= {quantity.name for quantity in QUANTITIES}
@@ -299,6 +298,13 @@ def _trains_the_same(text: Path, folder: Path, losses: dict[int, float], resumed
     early = sorted(losses)[:EARLY]
     assert [losses[step] for step in early] == pytest.approx([expected[step] for step in early], rel=1e-5)
     assert losses == pytest.approx(expected, rel=0.05), "a lost optimizer's state or text shows in more"
+
+
+def test_a_rank_that_is_killed_before_its_first_checkpoint_interrupts_too(text: Path, tmp_path: Path) -> None:
+    watching = Watching(tmp_path, at=2, act=lambda: descendants(psutil.Process(), "spawn_main")[-1].kill())
+    found = by_name(_soak(text, watching, piece_minutes=0.06, restarts=1))
+    assert "restart 1 of 1 of all ranks from the beginning" in of_the_kill(watching.warnings)
+    assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
 
 
 def test_a_killed_rank_of_two_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:
@@ -360,14 +366,88 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
     assert "was not saved: OSError: full" in watching.warnings[-1]
 
 
-def test_memory_that_the_first_checkpoint_of_each_process_keeps_is_no_growth() -> None:
-    intervals = []
-    for minute in range(20):
-        after = minute % 10 >= 5
-        sizes: Any = {"resident": (2200 + 2300 * after) << 20, "after_checkpoint": after}
-        intervals.append(Interval(minute // 10, 60 * (minute + 1), minute, 1, 60, **sizes))
-    (slope,) = _slope(HOST_MEMORY_SLOPE, intervals, lambda i: i.resident / 2**20, "resident memory")
-    assert slope.value == pytest.approx(0, abs=1e-6)
+MIB = 2**20
+PLAN = SoakPlan(30, 10, 60, 65)
+LEVEL, LOADED, FIRST_CHECKPOINT = (
+    4200,
+    400,
+    250,
+)  # MiB: of a process, more once it has loaded a checkpoint, and saved one
+
+
+def _soaked(
+    plan: SoakPlan = PLAN, every: int = 100, step: float = 0, checkpoint: float = 0, process: float = 0
+) -> SoakHistory:
+    """A soak at 5 steps/s, as its watch sees it, with leaks of so many MiB a step, a checkpoint, a process."""
+    history, number = SoakHistory(), 0
+    while not history.done:
+        begun, piece, saved = number, history.pieces, 0
+        watch = _watch(plan, history)
+
+        def memory(device: torch.device, begun: int = begun, piece: int = piece) -> tuple[int, int, int, int]:
+            level = LEVEL + LOADED * (piece > 0) + FIRST_CHECKPOINT * (saved > 0)  # noqa: B023 - as it is now
+            level += step * (number - begun) + checkpoint * saved + process * piece  # noqa: B023
+            held = int(level * MIB)
+            return held, held, held + 500 * MIB, held
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jobs.training.soak._memory", memory)
+            while not watch.over:
+                number += 1
+                watch.add(number, 2.0, 0.2, history.elapsed_s)
+                if number % every == 0:
+                    watch.note_checkpoint()
+                    saved += 1
+    return history
+
+
+def _growth_of(*ranks: SoakHistory, plan: SoakPlan = PLAN) -> dict[str, float]:
+    return {metric.name: metric.value for metric in _memory(ranks, plan) if metric.name.endswith("_growth")}
+
+
+def test_what_a_process_and_its_first_checkpoint_take_is_no_growth() -> None:
+    assert _growth_of(_soaked()) == pytest.approx({"reserved_growth": 0, "driver_growth": 0, "host_growth": 0}, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("leak", "mib_by_1000_steps"),
+    [
+        ({"step": 1.0}, 1000),
+        ({"checkpoint": 50.0}, 500),
+        ({"process": 400.0}, 400 / 3),  # of 3,000 steps
+    ],
+    ids=str,
+)
+def test_leaks_are_found(leak: dict[str, float], mib_by_1000_steps: float) -> None:
+    soaked = _soaked(**leak)
+    growth = _growth_of(_soaked(), soaked)
+    mean = sum(each.reserved for each in soaked.settled(PLAN)) / len(soaked.settled(PLAN)) / MIB
+    assert growth["reserved_growth"] == pytest.approx(100 * mib_by_1000_steps / mean, rel=0.05), "0.1 is the bound"
+    assert growth["driver_growth"] == pytest.approx(100 * mib_by_1000_steps / (mean + 500), rel=0.05)
+    assert growth["host_growth"] == pytest.approx(18 * mib_by_1000_steps, rel=0.05), "18,000 steps an hour"
+
+
+@pytest.mark.parametrize(("plan", "every"), [(PLAN, 1000), (SoakPlan(30, 15, 60, 65), 100)])
+def test_without_checkpoints_and_processes_enough_no_growth_is_claimed(plan: SoakPlan, every: int) -> None:
+    assert _growth_of(_soaked(plan, every), plan=plan) == {}
+
+
+def test_a_leak_of_a_real_training_is_found(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are real and so is the memory that they leak; their time is made up, so that pieces have equal ones."""
+    add, leaked = SoakWatch.add, []
+
+    def leak(self: SoakWatch, step: int, loss: float, seconds: float, *rest: Any) -> None:
+        leaked.append(torch.ones(MIB, dtype=torch.uint8))
+        add(self, step, loss, 0.1, *rest)
+
+    monkeypatch.setattr(SoakWatch, "add", leak)
+    spec = Spec.model_validate(_data(text, minutes=0.15, piece_minutes=0.05, checkpoints={"every": 2}))
+    case, watching = travelled(spec.points(CPU)[0]), Watching(tmp_path)
+    history = [train_rank(case, torch.device("cpu"), 0, watching, threading.Event()).run.soak for _ in range(3)][-1]
+    assert history is not None
+    assert history.done
+    (growth,) = [metric for metric in _memory([history], SoakPlan(0.15, 0.05, 60, 65)) if metric.name == "host_growth"]
+    assert growth.value == pytest.approx(36_000, rel=0.3), "1 MiB a step of 0.1 s"
 
 
 @pytest.mark.parametrize(
