@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from orchestrator.database_url import BrokenStoreError, StoreError, StoreUnavail
 from orchestrator.errors import UserError
 from orchestrator.store import journal, reported, writer
 from orchestrator.store.models import Run
-from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord
+from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord, now
 from orchestrator.store.store import Store
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
@@ -83,6 +84,11 @@ def _import_journal(store: Store, path: Path) -> ImportSummary:
     if not count:
         raise ImportFileError(
             f"file: '{path}' holds no records; write it again from the run's database: nsa export RUN --journal"
+        )
+    if begins and begins[0].at > now() + timedelta(days=1):  # it would be the newest evidence for ever
+        raise ImportFileError(
+            f"file: '{path}': begins on {begins[0].at:%Y-%m-%d}, in the future; set the clock of its host, or this "
+            "one's, and measure again"
         )
     try:
         with _in_turn(store, f"nsa import of {run_id}") as session:

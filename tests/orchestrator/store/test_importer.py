@@ -211,6 +211,16 @@ def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store,
     assert rows_of(store) == before
 
 
+def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, sweep, tmp_path: Path):
+    first, *rest = sweep()
+    path = written(
+        tmp_path / "journal.jsonl", [first.model_copy(update={"at": datetime(2099, 1, 1, tzinfo=UTC)}), *rest]
+    )
+    with pytest.raises(ImportFileError, match="begins on 2099-01-01, in the future; set the clock"):
+        import_file(sqlite_store, path)
+    assert queries.counts(sqlite_store)["runs"] == 0
+
+
 def test_a_hostile_text_of_a_journal_is_stored_in_bounds(store: Store, sweep, tmp_path: Path):
     file = ArtifactData.model_validate(FILE | {"name": "a\0b", "content": "begin" + "x\0" * (4 << 20) + "end"})
     hostile = ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file)
