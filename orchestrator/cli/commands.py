@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
+from jobs.schema.plain_text import in_a_line, shown
 from jobs.schema.states import Origin, Result, RunState
 from orchestrator import terminal
-from orchestrator.cli.usage import Format, Overrides, Rules, Run, Runs, UsageError, in_words
 from orchestrator.errors import UserError
-from orchestrator.settings import Settings, check_current_folder, example_spec, load_settings, misspelled
+from orchestrator.settings import SOURCES, Settings, check_current_folder, example_spec, load_settings, misspelled
 from orchestrator.terminal import say
 
 if TYPE_CHECKING:
@@ -21,7 +24,29 @@ if TYPE_CHECKING:
     from orchestrator.judge.verdicts import Gates
     from orchestrator.store import Store
 
+UsageError: Any = typer.BadParameter.__base__
+"""A wrong option or argument: click's class, of which newer versions of Typer have a copy without a public name."""
+
+_SPECS = SOURCES / "jobs" / "configs"
+_REFERENCE = SOURCES / "orchestrator" / "reference_data"
 _TARGET = "TARGET, or TARGET/HARDWARE"
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
+]
+Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+Rules = Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")]
+
+
+class Format(StrEnum):
+    """The formats of a report."""
+
+    MD = "md"
+    HTML = "html"
+    CSV = "csv"
+    JSON = "json"
+
 
 app = typer.Typer(
     name="nsa",
@@ -51,11 +76,20 @@ def main() -> None:
         if type(err).__name__ == "NoArgsIsHelpError":
             terminal.say(err.message)
         else:
-            terminal.warn(f"error: {in_words(err)}")
+            terminal.warn(f"error: {_usage(err)}")
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code or int(terminal.output_lost()))
+
+
+def _usage(err: Any) -> str:
+    """A UsageError as one line: what is wrong, and where the usage is."""
+    text = err.format_message().removesuffix(".").replace("Value error, ", "")
+    if isinstance(cause := err.__cause__, ValidationError):
+        value = shown(cause.errors(include_url=False)[0]["input"], 200)
+        text += "" if value in text else f", not {value}"
+    return f"{in_a_line(text, 400)}; see `{err.ctx.command_path if err.ctx else 'nsa'} --help`"
 
 
 @app.command()
@@ -64,19 +98,41 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
 
     A .rayignore in the current folder keeps .env out of what `ray job submit --working-dir .` sends.
     """
-    from orchestrator.cli.files import RAYIGNORE, ignore_env, write_specs
-
-    written, kept = write_specs(folder)
-    say(f"wrote {len(written)} specs to {folder}/")
+    written, kept = 0, []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for spec in sorted(_SPECS.glob("*.yaml")):
+            try:
+                with (folder / spec.name).open("xb") as file:  # fails where there is a file, or a link to one
+                    file.write(spec.read_bytes())
+                written += 1
+            except FileExistsError:
+                kept.append(spec.name)
+    except OSError as err:
+        raise UserError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
+    say(f"wrote {written} specs to {folder}/")
     if kept:
         say(f"kept your own: {', '.join(kept)}")
     try:
-        if done := ignore_env(Path()):
-            say(f"{RAYIGNORE}: {done}; `ray job submit` does not send .env")
-    except UserError as err:
-        terminal.warn(f"warning: {err}, or `ray job submit --working-dir .` sends .env with its secrets")
+        _ignore_env(Path(".rayignore"))
+    except OSError as err:
+        line = "add the line .env to it, or `ray job submit --working-dir .` sends .env with its secrets"
+        terminal.warn(f"warning: .rayignore: cannot be written ({err.strerror}); {line}")
     spec = folder / "demo.yaml"
     say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
+
+
+def _ignore_env(rayignore: Path) -> None:
+    """Have Ray leave .env, which may hold secrets, out of what it sends of this folder."""
+    if not os.path.lexists(rayignore):
+        rayignore.write_text("# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n")
+    else:
+        text = rayignore.read_bytes()
+        if {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
+            return
+        with rayignore.open("ab") as file:
+            file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
+    say(f"{rayignore}: now has the line .env; `ray job submit` does not send .env")
 
 
 @app.command()
@@ -148,12 +204,13 @@ def submit(
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import submission
-    from orchestrator.cli.files import check_spec_exists
     from orchestrator.cli.lookup import find_run, open_store
     from orchestrator.run import driver
 
     settings = load_settings()
-    check_spec_exists(spec)
+    if not spec.exists() and (_SPECS / spec.name).is_file():
+        fix = f"write the ready specs with `nsa init`, then give specs/{spec.name}"
+        raise UserError(f"spec: {str(spec)!r}: there is no such file here; {fix}")
     args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
     if retry_failed and resume is None:
         raise UserError("--retry-failed: has no effect without --resume; name a run")
@@ -428,6 +485,11 @@ def _exit_code(found: Sequence[Decision]) -> int:
     return 1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0
 
 
+def reference_data() -> list[Path]:
+    """Results that come with the package: tables of others' figures, our own journals (a link to docs/results/data)."""
+    return [*sorted(_REFERENCE.glob("*.csv")), *sorted((_REFERENCE / "journals").glob("*.jsonl.gz"))]
+
+
 @app.command("import")
 def import_(
     files: Annotated[
@@ -442,7 +504,6 @@ def import_(
     ] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
-    from orchestrator.cli.files import reference_data
     from orchestrator.cli.lookup import open_store
     from orchestrator.store import importer
 

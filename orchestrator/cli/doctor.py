@@ -9,24 +9,28 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
+from jobs.hardware.driver import misfit_here
 from jobs.process import compiler_cache
+from jobs.process.stacks import py_spy
+from jobs.specs.kinds import offered_kinds
+from orchestrator.cli import services
+from orchestrator.cli.services import ServiceStatus
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
-from orchestrator.execute import upload
+from orchestrator.execute import ray_token, upload
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.run.driver import database_problem
 from orchestrator.settings import Installation, Settings, installation
+from orchestrator.store import Store, StoreError
 
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
 _INSTALL = "make env" if _FROM_CHECKOUT else "pip install nsa-bench"
 _INSTALL_GPU = "pip install '.[gpu]'" if _FROM_CHECKOUT else "pip install 'nsa-bench[gpu]'"
-
 _STORE_S = 20.0
 _FOLDERS = 10_000  # of the current one that are looked through: more is no folder to send
 
@@ -64,22 +68,18 @@ def setting_rows(settings: Settings) -> list[tuple[str, str, str, str]]:
 
 def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
+    ray, dashboard = services.status(settings)
     return [
         Finding("python", Health.OK, f"{sys.version.split()[0]} at {sys.executable}"),
-        _torch(),
-        _gpu(),
-        _triton(),
+        *_pytorch(),
         _compiler_caches(),
-        *_dense(),
-        _ray(settings),
-        _ray_access(settings),
+        *_ray(settings, ray),
         _database(settings),
         _artifacts(settings),
         _artifact_store(settings),
         _pyspy(),
-        _dashboard(settings),
+        _dashboard(dashboard),
         *_working_dir(),
-        *_offered(),
     ]
 
 
@@ -101,28 +101,35 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _torch() -> Finding:
-    version = _version("torch")
-    if version is None:
-        return Finding("torch", Health.BROKEN, "not installed", _INSTALL)
-    try:
-        from nsa_core.backends import TORCH
-    except (ImportError, OSError):  # PyTorch is broken: the GPU's finding says how
-        return Finding("torch", Health.OK, version)
-    note = "" if version in TORCH else ", this version was not"
-    return Finding("torch", Health.OK, f"{version}; tested: {TORCH}{note}")
-
-
-def _gpu() -> Finding:
+def _pytorch() -> list[Finding]:
+    """PyTorch, the GPU, the kernels, and the kinds, implementations and peers of other installed distributions."""
     try:
         import torch
 
-        from jobs.hardware.driver import misfit_here
+        from jobs.adapters import offered_peers
+        from nsa_core.backends import TORCH, offered
+    except (ImportError, OSError) as err:
+        detail = str(err).partition("\n")[0] if _version("torch") else "not installed"
+        return [Finding("torch", Health.BROKEN, detail, _INSTALL)]
+    version = _version("torch") or torch.__version__
+    note = "" if version in TORCH else ", this version was not"
+    rows = [Finding("torch", Health.OK, f"{version}; tested: {TORCH}{note}"), _gpu(), _triton(), *_dense()]
+    for group, plugins in (("kind", offered_kinds()), ("implementation", offered()), ("peer", offered_peers())):
+        for one in plugins:
+            health = Health.OK if one.problem is None else Health.BROKEN
+            detail = f"{one.package} {one.version}" + (f": {one.problem}" if one.problem else "")
+            rows.append(Finding(f"{group} {one.name}", health, detail, f"mend or uninstall {one.package}"))
+    return rows
 
+
+def _gpu() -> Finding:
+    import torch
+
+    try:
         problem = misfit_here()
         count = torch.cuda.device_count() if problem is None else 0
         names = {torch.cuda.get_device_name(i) for i in range(count)}
-    except (ImportError, OSError, RuntimeError) as err:
+    except (OSError, RuntimeError) as err:
         return Finding("gpu", Health.BROKEN, str(err).partition("\n")[0], "check the driver with nvidia-smi")
     if problem is not None:
         return Finding("gpu", Health.MISSING, f"{problem.problem}; jobs here run on the CPU", problem.fix)
@@ -132,13 +139,10 @@ def _gpu() -> Finding:
 
 
 def _triton() -> Finding:
-    try:
-        import torch
+    import torch
 
-        from nsa_core.backends import TRITON, available_backends, triton_version
-    except (ImportError, OSError):  # no PyTorch, which has its own finding
-        version = _version("triton")
-        return Finding("triton", Health.OK if version else Health.MISSING, version or "not installed", _INSTALL_GPU)
+    from nsa_core.backends import TRITON, available_backends, triton_version
+
     version, reason = triton_version(), available_backends(torch.device("cuda"), torch.bfloat16)["triton"]
     if version is None:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
@@ -149,87 +153,48 @@ def _triton() -> Finding:
 
 def _dense() -> list[Finding]:
     """The kernels of dense attention, and the two of them that are installed by themselves."""
-    try:
-        import torch
+    import torch
 
-        from nsa_core.backends.dense import available_kernels
-    except ImportError:
-        kernels: Mapping[str, str | None] = {}
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        kernels = available_kernels(device, torch.bfloat16, 64)  # each with the reason why it cannot run here
+    from nsa_core.backends.dense import available_kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = available_kernels(device, torch.bfloat16, 64)  # each with the reason why it cannot run here
     if usable := [name for name, reason in kernels.items() if reason is None]:
         rows = [Finding("dense", Health.OK, f"kernels for half precision: {', '.join(usable)}")]
     else:
         rows = [Finding("dense", Health.MISSING, "no fused kernel for half precision here", _INSTALL)]
     for kernel in ("flash-attn-4", "flash-attn-2"):
-        if reason := kernels.get(kernel, "PyTorch is not installed"):
+        if reason := kernels[kernel]:
             rows.append(Finding(kernel, Health.MISSING, f"{reason}; PyTorch's own kernels serve meanwhile"))
         else:
             rows.append(Finding(kernel, Health.OK, "dense attention and the window branch can take it"))
     return rows
 
 
-def _offered() -> list[Finding]:
-    """Kinds, implementations and peers of other installed distributions."""
-    from jobs.specs.kinds import offered_kinds
-
-    try:
-        from nsa_core.backends import offered
-    except ImportError:  # no PyTorch, which has its own finding
-        implementations, peers = (), ()
+def _ray(settings: Settings, ray: ServiceStatus) -> list[Finding]:
+    """Ray with its cluster, and who can use that."""
+    version = _version("ray")
+    if ray.healthy:
+        cluster = Finding("ray", Health.OK, f"{version}; cluster at {ray.url}")
     else:
-        from jobs.adapters import offered_peers
-
-        implementations, peers = offered(), offered_peers()
-    rows = []
-    for group, plugins in {"kind": offered_kinds(), "implementation": implementations, "peer": peers}.items():
-        for one in plugins:
-            health = Health.OK if one.problem is None else Health.BROKEN
-            detail = f"{one.package} {one.version}" + (f": {one.problem}" if one.problem else "")
-            rows.append(Finding(f"{group} {one.name}", health, detail, f"mend or uninstall {one.package}"))
-    return rows
-
-
-def _ray(settings: Settings) -> Finding:
-    from orchestrator.cli.services import ray_answers
-
-    version, url = _version("ray"), settings.ray_dashboard
-    if version is None:
-        return Finding("ray", Health.BROKEN, "not installed", _INSTALL)
-    if not ray_answers(settings):
-        return Finding(
-            "ray", Health.MISSING, f"{version}; no cluster answers at {url}", "nsa up, or set NSA_RAY_DASHBOARD"
-        )
-    return Finding("ray", Health.OK, f"{version}; cluster at {url}")
-
-
-def _ray_access(settings: Settings) -> Finding:
-    from orchestrator.cli import services
-    from orchestrator.execute import ray_token
-
-    name = "ray access"
+        problem = f"{version}; no cluster answers at {ray.url}"
+        cluster = Finding("ray", Health.MISSING, problem, "nsa up, or set NSA_RAY_DASHBOARD")
     try:
-        file = ray_token.token_file()
-        ray = next(one for one in services.status(settings) if one.name == "ray")
-        found = services.exposures(settings, ray.pid)
+        file, found = ray_token.token_file(), services.exposures(settings, ray.pid)
     except UserError as err:
-        return Finding(name, Health.MISSING, str(err))
+        return [cluster, Finding("ray access", Health.MISSING, str(err))]
+    detail = f"by the token in {file or 'RAY_AUTH_TOKEN'}"
+    if file is not None and not os.path.exists(file):
+        detail = f"by a token, which `nsa up` will write to {file}"
     if found:
-        return Finding(
-            name, Health.MISSING, "; ".join(one.what for one in found), "; ".join({one.fix: 0 for one in found})
-        )
-    if file is None or os.path.exists(file):
-        return Finding(name, Health.OK, f"by the token in {file or 'RAY_AUTH_TOKEN'}")
-    return Finding(name, Health.OK, f"by a token, which `nsa up` will write to {file}")
+        detail, fixes = "; ".join(one.what for one in found), dict.fromkeys(one.fix for one in found)
+        return [cluster, Finding("ray access", Health.MISSING, detail, "; ".join(fixes))]
+    return [cluster, Finding("ray access", Health.OK, detail)]
 
 
 def _database(settings: Settings) -> Finding:
-    from orchestrator.store import Store, StoreError
-
     try:
-        store = Store.open(settings.database, create=False, readonly=True)
-        store.close()
+        Store.open(settings.database, create=False, readonly=True).close()
     except StoreError as err:
         health = Health.MISSING if settings.no_database_yet else Health.BROKEN
         return Finding("database", health, str(err), "nsa db upgrade")
@@ -251,9 +216,8 @@ def _artifacts(settings: Settings) -> Finding:
     folder = settings.artifacts_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not os.access(existing, os.W_OK):
-        return Finding(
-            "artifacts", Health.BROKEN, f"{folder} is not writable", "set NSA_ARTIFACTS to a writable folder"
-        )
+        fix = "set NSA_ARTIFACTS to a writable folder"
+        return Finding("artifacts", Health.BROKEN, f"{folder} is not writable", fix)
     free = shutil.disk_usage(existing).free / 2**30
     return Finding("artifacts", Health.OK, f"{folder}, {free:.0f} GiB free")
 
@@ -282,24 +246,15 @@ def _artifact_store(settings: Settings) -> Finding:
 
 
 def _pyspy() -> Finding:
-    from jobs.process.stacks import py_spy
-
     if py_spy():
         return Finding("py-spy", Health.OK, _version("py-spy") or "")
-    return Finding(
-        "py-spy",
-        Health.MISSING,
-        "not installed: `nsa diagnose --attach` shows no stacks, those of a hang are Python's alone",
-        "pip install py-spy",
-    )
+    detail = "not installed: `nsa diagnose --attach` shows no stacks, those of a hang are Python's alone"
+    return Finding("py-spy", Health.MISSING, detail, "pip install py-spy")
 
 
-def _dashboard(settings: Settings) -> Finding:
-    from orchestrator.cli.services import dashboard_answers, dashboard_url
-
-    url = dashboard_url(settings)
+def _dashboard(dashboard: ServiceStatus) -> Finding:
     if importlib.util.find_spec("streamlit") is None:
         return Finding("dashboard", Health.BROKEN, "streamlit is not installed", _INSTALL)
-    if not dashboard_answers(settings):
-        return Finding("dashboard", Health.MISSING, f"not running at {url}", "nsa up")
-    return Finding("dashboard", Health.OK, url)
+    if not dashboard.healthy:
+        return Finding("dashboard", Health.MISSING, f"not running at {dashboard.url}", "nsa up")
+    return Finding("dashboard", Health.OK, dashboard.url)

@@ -44,17 +44,18 @@ class ServiceError(UserError):
 
 @dataclass(frozen=True)
 class Service:
-    """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it."""
+    """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it.
+
+    Attributes:
+        files: path of its log and its pid file, without their suffixes.
+    """
 
     name: str
     command: tuple[str, ...]
     url: str
     path: str
     says: str
-
-    @property
-    def health(self) -> str:
-        return self.url + self.path
+    files: Path
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,12 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     dashboard += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
     dashboard += ["--browser.gatherUsageStats=false"]
+    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", "").strip("/")  # behind a proxy
+    dashboard_url = f"http://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
+    ray_url, home = settings.ray_dashboard.rstrip("/"), settings.home
     return [
-        Service("ray", (*ray, *ray_options), settings.ray_dashboard.rstrip("/"), "/api/version", says="ray_version"),
-        Service("dashboard", tuple(dashboard), dashboard_url(settings), "/_stcore/health", says="ok"),
+        Service("ray", (*ray, *ray_options), ray_url, "/api/version", "ray_version", home / "ray"),
+        Service("dashboard", tuple(dashboard), dashboard_url, "/_stcore/health", "ok", home / "dashboard"),
     ]
 
 
@@ -109,7 +113,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     options = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": client_port}
     services = local_services(settings, *(f"--{name}={value}" for name, value in options.items() if value is not None))
     with _alone(settings):
-        begun = [service for service in services if _pid(settings, service) is None]
+        begun = [service for service in services if _pid(service) is None]
         for service in begun:
             _refuse_taken(service)
         for service in begun:
@@ -131,28 +135,21 @@ def down(settings: Settings) -> list[str]:
     if is_missing(settings.home):  # so nothing was started there
         return []
     with _alone(settings):
-        stopped = [s.name for s in reversed(local_services(settings)) if _stop(settings, s)]
+        stopped = [s.name for s in reversed(local_services(settings)) if _stop(s)]
         remove_folder(settings)
     return stopped
 
 
 def status(settings: Settings) -> list[ServiceStatus]:
-    return [ServiceStatus(s.name, s.url, _pid(settings, s), is_healthy(s)) for s in local_services(settings)]
+    """State of Ray and of the dashboard."""
+    found = local_services(settings)
+    return [ServiceStatus(one.name, one.url, _pid(one), answers(one.url + one.path, one.says)) for one in found]
 
 
 def ray_answers(settings: Settings) -> bool:
     """Whether a Ray cluster answers at NSA_RAY_DASHBOARD."""
-    return is_healthy(local_services(settings)[0])
-
-
-def dashboard_answers(settings: Settings) -> bool:
-    """Whether a dashboard answers at NSA_DASHBOARD_PORT of this machine."""
-    return is_healthy(local_services(settings)[1])
-
-
-def is_healthy(service: Service) -> bool:
-    """Whether a service answers at its health URL, this one or another of its sort."""
-    return answers(service.health, service.says)
+    ray = local_services(settings)[0]
+    return answers(ray.url + ray.path, ray.says)
 
 
 def answers(url: str, says: str = "") -> bool:
@@ -179,12 +176,6 @@ def service_env(settings: Settings) -> dict[str, str]:
         **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
         **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
     }
-
-
-def dashboard_url(settings: Settings) -> str:
-    """Address of this machine's dashboard, with the path that Streamlit serves it under behind a proxy."""
-    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", "").strip("/")
-    return f"http://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
 
 
 @contextmanager
@@ -214,7 +205,7 @@ def _refuse_taken(service: Service) -> None:
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
                 raise _taken(service) from None
-    if answers(service.health):
+    if answers(service.url + service.path):
         raise _taken(service)
 
 
@@ -231,7 +222,7 @@ def _start(settings: Settings, service: Service) -> None:
         # Ray binds to loopback alone in its mode for one host, which this variable chooses, whatever the system.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = str(int(settings.ray_host != LOOPBACK))
         environment |= ray_token.environment_of_a_cluster()
-    with _log(settings, service).open("ab") as log:
+    with service.files.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
             service.command,
             stdin=subprocess.DEVNULL,
@@ -242,35 +233,39 @@ def _start(settings: Settings, service: Service) -> None:
             start_new_session=True,
         )
     record = {"pid": process.pid, "started": _started(psutil.Process(process.pid))}
-    _pidfile(settings, service).write_text(json.dumps(record))
+    service.files.with_suffix(".pid.json").write_text(json.dumps(record))
 
 
 def _await(settings: Settings, service: Service, noted: bool) -> None:
     """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
-    while not (is_healthy(service) and (not noted or local_address(settings))):
-        dead = _pid(settings, service) is None
+    while not (answers(service.url + service.path, service.says) and (not noted or local_address(settings))):
+        dead = _pid(service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
-            raise ServiceError(f"{service.name}: {why} at {service.url}; see {_log(settings, service)}")
+            raise ServiceError(f"{service.name}: {why} at {service.url}; see {service.files.with_suffix('.log')}")
         time.sleep(0.2)
-    if not _holds_port(_pid(settings, service), _port(service.url)):  # another process was faster
+    if _port(service.url) not in _ports(_pid(service)):  # another process was faster
         raise _taken(service)
 
 
-def _holds_port(pid: int | None, port: int) -> bool:
-    """Whether a process or one of its children listens at a port; True where that cannot be known."""
-    try:
+def _ports(pid: int | None, *, beyond_loopback: bool = False) -> list[int]:
+    """The TCP ports on which a process or its children listen, or those of them that other hosts reach."""
+    ports = set()
+    with suppress(psutil.Error):
         parent = psutil.Process(pid)
-        sockets = [one for each in (parent, *parent.children(recursive=True)) for one in each.net_connections("tcp")]
-    except psutil.Error:
-        return True
-    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets)
+        for process in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.Error):  # it may end meanwhile
+                for one in process.net_connections(kind="tcp"):
+                    ip = one.laddr.ip.removeprefix("::ffff:") if one.status == psutil.CONN_LISTEN else ""
+                    if ip and not (beyond_loopback and (ip == "::1" or ip.startswith("127."))):
+                        ports.add(one.laddr.port)
+    return sorted(ports)
 
 
-def _stop(settings: Settings, service: Service) -> bool:
-    pid = _pid(settings, service)
-    _pidfile(settings, service).unlink(missing_ok=True)
+def _stop(service: Service) -> bool:
+    pid = _pid(service)
+    service.files.with_suffix(".pid.json").unlink(missing_ok=True)
     if pid is None:
         return False
     alive: list[psutil.Process] = []
@@ -286,10 +281,10 @@ def _stop(settings: Settings, service: Service) -> bool:
     return True
 
 
-def _pid(settings: Settings, service: Service) -> int | None:
+def _pid(service: Service) -> int | None:
     """The pid of the service started here; None if it is gone, even if another process has its number now."""
     try:
-        record = json.loads(_pidfile(settings, service).read_text())
+        record = json.loads(service.files.with_suffix(".pid.json").read_text())
         process = psutil.Process(record["pid"])
         same = abs(_started(process) - record["started"]) < 2
         return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
@@ -300,14 +295,6 @@ def _pid(settings: Settings, service: Service) -> int | None:
 def _started(process: psutil.Process) -> float:
     """Seconds from the boot to a process' start, within one: the wall clock may be set while it runs."""
     return process.create_time() - psutil.boot_time()
-
-
-def _pidfile(settings: Settings, service: Service) -> Path:
-    return settings.home / f"{service.name}.pid.json"
-
-
-def _log(settings: Settings, service: Service) -> Path:
-    return settings.home / f"{service.name}.log"
 
 
 def _port(url: str) -> int:
@@ -334,7 +321,7 @@ def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
         again = "nsa down; nsa up" if ray_token.is_enabled() else "nsa down; unset RAY_AUTH_MODE; nsa up"
         what = "runs code for everyone who reaches it, as it was started without a token"
         found.append(Exposure(f"the cluster at {settings.ray_dashboard} {what}", again))
-    if ray_pid is not None and (ports := _open_ports(ray_pid)):
+    if ray_pid is not None and (ports := _ports(ray_pid, beyond_loopback=True)):
         fix = "nsa down; nsa up" if settings.ray_host == LOOPBACK else "let only the cluster's hosts through a firewall"
         listed = ", ".join(map(str, ports[:8])) + (", ..." if len(ports) > 8 else "")
         found.append(Exposure(f"Ray listens on other addresses than loopback (ports {listed})", fix))
@@ -353,22 +340,3 @@ def asks_for_token(settings: Settings) -> bool:
         return err.code != 404  # a Ray older than its tokens
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return True
-
-
-def _open_ports(pid: int) -> list[int]:
-    """The TCP ports on which a process or its children listen beyond loopback."""
-    ports = set()
-    with suppress(psutil.Error):
-        parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.Error):
-                ports |= {
-                    one.laddr.port
-                    for one in process.net_connections(kind="tcp")
-                    if one.status == psutil.CONN_LISTEN and not _is_loopback(one.laddr.ip)
-                }
-    return sorted(ports)
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.removeprefix("::ffff:").startswith("127.")

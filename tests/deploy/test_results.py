@@ -14,7 +14,7 @@ import pytest
 from jobs.schema.states import Origin
 from jobs.specs.load import load_spec
 from jobs.specs.spec import JobSpec
-from orchestrator.cli.files import reference_data
+from orchestrator.cli.commands import reference_data
 from orchestrator.errors import UserError
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.report import template

@@ -107,7 +107,8 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
 
 
 def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: Settings, monkeypatch) -> None:
-    service = Service("ray", (sys.executable, "-c", "import time; time.sleep(60)"), settings.ray_dashboard, "", "")
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    service = Service("ray", command, settings.ray_dashboard, "", "", settings.home / "ray")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     monkeypatch.setattr(services, "answers", lambda *_: True)
     services._start(settings, service)
@@ -122,7 +123,7 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
 
 
 def test_a_service_is_known_after_the_clock_was_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = services.Service("ray", ("sleep", "60"), settings.ray_dashboard, "", "")
+    service = Service("ray", ("sleep", "60"), settings.ray_dashboard, "", "", settings.home / "ray")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     services._start(settings, service)
     boot_time, create_time = psutil.boot_time, psutil.Process.create_time
@@ -137,7 +138,6 @@ def test_the_dashboards_path_behind_a_proxy_is_part_of_its_address(
     monkeypatch.setenv("STREAMLIT_SERVER_BASE_URL_PATH", "/team/nsa/")
     [_, dashboard] = services.local_services(settings)
     assert dashboard.url == f"http://127.0.0.1:{settings.dashboard_port}/team/nsa"
-    assert dashboard.health == f"{dashboard.url}/_stcore/health"
 
 
 def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: p
         begun.append(popen(*args, **options))
         return begun[-1]
 
-    service = services.Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "", "")
+    service = Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "", "", settings.home / "slow")
     monkeypatch.setattr(services, "local_services", lambda *_: [service])
     monkeypatch.setattr(services, "answers", lambda *_: bool(time.sleep(0.2)))
     monkeypatch.setattr(services, "_await", lambda *_, **__: None)
