@@ -7,6 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import data, parts
+from jobs.schema.states import FAILED
 from orchestrator.errors import UserError
 
 _ICON = str(Path(__file__).with_name("icon.svg"))
@@ -51,11 +52,13 @@ def _database() -> None:
     if name.startswith("sqlite:"):  # the column is narrow: a file's last two parts
         name = "sqlite …/" + "/".join(Path(name.removeprefix("sqlite:///")).parts[-2:])
     st.caption(f":material/database: **Database**  \n{parts.code(name)}")
+    failed = sum(counts[f"points_{state}"] for state in FAILED)
     if changed is not None:
         st.caption(f":material/schedule: **Last change**  \n{parts.ago(changed)}")
     st.caption(
         f":material/inventory_2: **Holds**  \n{parts.count(counts['runs_measured'], 'measured run')}, "
-        f"{counts['runs_reported']} reported  \n{parts.count(counts['points'], 'point')}, {counts['points_ok']} ok"
+        f"{counts['runs_reported']} reported  \n{parts.count(counts['points_ok'], 'point')} ok, {failed:,} failed, "
+        f"{counts['points_skipped']:,} skipped  \n{parts.count(counts['metrics'], 'number')}"
     )
     if counts["runs_running"]:
         st.badge(parts.count(counts["runs_running"], "run") + " going on", icon=":material/autorenew:", color="blue")

@@ -1,14 +1,15 @@
 """Cached reads for the pages: the store's queries, fits and decisions.
 
 Many browsers may view one database, so each read runs at most once in CACHE_SECONDS. For a database that is missing,
-unreachable or too old, `page` and `part` show the fix instead of a traceback.
+unreachable or too old, `explained` shows the fix instead of a traceback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import pandas as pd
 import streamlit as st
@@ -20,13 +21,13 @@ from orchestrator.artifact_url import is_local
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
-from orchestrator.judge import analysis, crossover
-from orchestrator.judge import decisions as judging
+from orchestrator.judge import analysis
 from orchestrator.judge.branches import BranchShares, branch_shares
-from orchestrator.judge.crossover import Crossing
+from orchestrator.judge.crossover import Crossing, crossings
+from orchestrator.judge.decisions import Decision, decide
 from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import Gates, load_gates
-from orchestrator.settings import Settings, load_settings
+from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
 CACHE_SECONDS = 2.0
@@ -79,31 +80,18 @@ def lengths(store: Store, run_ids: Sequence[str]) -> dict[str, int]:
     return {str(run_id): int(count) for run_id, count in counts.groupby("run_id").max().items()}
 
 
-def decisions(store: Store) -> list[judging.Decision]:
-    """Decisions on all targets from the whole store. Raises GatesError if the rules cannot be read."""
+def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:
+    """Decisions on all targets, and where NSA begins to pay. Raises GatesError if the rules cannot be read."""
     gates = load_gates(load_settings().gates)
-    return _decisions(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
-
-
-def crossings(store: Store) -> list[Crossing]:
-    """Where NSA begins to pay, by workload and card. Raises GatesError if the rules cannot be read."""
-    gates = load_gates(load_settings().gates)
-    return _crossings(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
-
-
-@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
-def _crossings(
-    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> list[Crossing]:  # as _decisions
-    return crossover.crossings(measured_runs(store, None), _gates)
+    return _judged(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
 
 
 # Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.
 @st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
-def _decisions(
+def _judged(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> list[judging.Decision]:  # `rules`, `held` and `changed` are part of the cache's key only
-    return judging.decide(store, _gates)
+) -> tuple[list[Decision], list[Crossing]]:  # `rules`, `held` and `changed` are part of the cache's key only
+    return decide(store, _gates), crossings(measured_runs(store, None), _gates)
 
 
 @_read
@@ -146,53 +134,28 @@ def missing(path: str) -> str | None:
 def open_store() -> Store:
     """The configured database, open for reading. Raises SettingsError, StoreError."""
     settings = load_settings()
-    return _open(settings.database, _file(settings))
-
-
-def refresh_seconds(live: bool) -> float:
-    """Seconds between reads of a part of a page: fewer while a run is live."""
-    return LIVE_SECONDS if live else IDLE_SECONDS
-
-
-def page(render: Callable[[Store], Any]) -> Callable[[], None]:
-    """Wrap `render` as a page: open the store for it, and show user errors as explanations."""
-
-    @wraps(render)
-    def guarded() -> None:
-        try:
-            render(open_store())
-        except UserError as err:
-            help_pages.explain(err)
-
-    return guarded
-
-
-def part(render: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R | None]:
-    """Wrap `render` as a fragment, whose errors the page cannot catch: show user errors as explanations."""
-
-    @wraps(render)
-    def guarded(store: Store, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
-            return render(store, *args, **kwargs)
-        except UserError as err:
-            help_pages.explain(err)
-            return None
-
-    return guarded
-
-
-def _file(settings: Settings) -> str | None:
-    """Device and inode of a SQLite file, to detect its replacement; None for a server or a missing file."""
-    path = sqlite_path(settings.database)
-    if path is None:
-        return None
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return f"{stat.st_dev}-{stat.st_ino}"
+    file = None  # device and inode of a SQLite file, by which its replacement is noticed
+    with suppress(OSError):
+        if path := sqlite_path(settings.database):
+            stat = path.stat()
+            file = f"{stat.st_dev}-{stat.st_ino}"
+    return _open(settings.database, file)
 
 
 @st.cache_resource(ttl="10m", max_entries=4, show_spinner=False, on_release=Store.close)
 def _open(url: str, file: str | None) -> Store:  # `file` is part of the cache's key only
     return Store.open(url, create=False, readonly=True)
+
+
+def explained(render: Callable[P, R]) -> Callable[P, R | None]:
+    """Wrap a page or a fragment: show user errors as explanations."""
+
+    @wraps(render)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return render(*args, **kwargs)
+        except UserError as err:
+            help_pages.explain(err)
+            return None
+
+    return guarded

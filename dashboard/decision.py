@@ -155,9 +155,9 @@ def _cell(rule: RuleVerdict) -> str:
     text = _sign(rule.result)
     hover = [f"{rule.title}: {rule.result}"]
     if rule.value is not None:
-        text += f"\N{NO-BREAK SPACE}{parts.amount(rule.value, rule.unit)}"
+        text += f"\N{NO-BREAK SPACE}{parts.number(rule.value, rule.unit)}"
     if rule.margin is not None:
-        hover.append(f"bound {parts.bound(rule)}, margin {parts.amount(rule.margin, rule.unit)}")
+        hover.append(f"bound {parts.bound(rule)}, margin {parts.number(rule.margin, rule.unit)}")
     if rule.transferred:
         text += f" {_TRANSFERRED}"
         hover.append(f"measured on {rule.transferred}")
@@ -181,10 +181,10 @@ def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
         return
     rows = []
     for rule in machines[chosen].rules:
-        figures = [] if rule.value is None else [parts.amount(rule.value, rule.unit)]
+        figures = [] if rule.value is None else [parts.number(rule.value, rule.unit)]
         figures.append(f"bound\N{NO-BREAK SPACE}{parts.bound(rule)}")
         if rule.margin is not None:
-            figures.append(f"margin\N{NO-BREAK SPACE}{parts.amount(rule.margin, rule.unit)}")
+            figures.append(f"margin\N{NO-BREAK SPACE}{parts.number(rule.margin, rule.unit)}")
         title = f"{parts.badge(rule.result, parts.RESULTS)} {parts.plain(rule.title)}"
         why = parts.plain(rule.reason)
         rows.append({"Rule": title, "Value": ", ".join(figures), "Why": why, "Evidence": parts.evidence(rule.evidence)})

@@ -14,7 +14,6 @@ from jobs.schema.quantities import Quantities, Role, heading, in_words
 from jobs.schema.states import Origin, again_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
-from orchestrator.report.table import shape_of
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
@@ -99,7 +98,7 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
             ],
             "All lengths": [row["plain_exponent"] for row in rows],
             "Pass": [row["pass"] or "–" for row in rows],
-            "Shape": [shape_of(row) or "–" for row in rows],
+            "Shape": [series.full_shape(row) or "–" for row in rows],
             "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
             "Run": frame["run_name"].to_list(),
         }

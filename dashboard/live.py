@@ -44,7 +44,7 @@ def live_series(store: Store, point: Mapping[str, Any]) -> None:
     st.fragment(_now, run_every=data.LIVE_SECONDS if point["running"] else None)(store, point["point_id"])
 
 
-@data.part
+@data.explained
 def _now(store: Store, point_id: str) -> None:
     point = data.point(store, point_id)
     if point is None:

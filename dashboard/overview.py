@@ -6,15 +6,16 @@ import streamlit as st
 
 from dashboard import data, decision, grids, help_pages, parts
 from dashboard.address import leave
-from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.states import Origin, RunState
 from orchestrator.errors import UserError
 from orchestrator.store import Store
 
 LATEST = 5
 
 
-@data.page
-def page(store: Store) -> None:
+@data.explained
+def page() -> None:
+    store = data.open_store()
     st.title("Overview")
     st.html("<style>[data-testid=stMainBlockContainer] { padding-bottom: 3rem; }</style>")
     counts = data.counts(store)
@@ -26,12 +27,11 @@ def page(store: Store) -> None:
         st.fragment(_going_on, run_every=data.LIVE_SECONDS)(store, seen=counts)
     _decisions(store)
     st.header("Latest runs")
-    st.fragment(_runs_table, run_every=data.refresh_seconds(live))(store, live)
+    st.fragment(_runs_table, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, live)
     st.page_link("runs.py", label="All runs", icon=":material/list_alt:")
-    _counts(counts)
 
 
-@data.part
+@data.explained
 def _going_on(store: Store, *, seen: dict[str, int]) -> None:
     """Show the running runs and their activity; redraw the whole page when the counts change."""
     if data.counts(store) != seen:
@@ -55,17 +55,17 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
 def _decisions(store: Store) -> None:
     """Draw a card for each target; wrong rules leave the rest of the page."""
     try:
-        decisions = data.decisions(store)
+        decisions, crossings = data.judged(store)
     except UserError as err:
         help_pages.explain(err)
         return
-    if crossings := data.crossings(store):
+    if crossings:
         decision.pays(crossings)
     for each in decisions:
         decision.show(each)
 
 
-@data.part
+@data.explained
 def _runs_table(store: Store, live: bool) -> None:
     if bool(data.counts(store)["runs_running"]) != live:
         st.rerun()  # a run began or ended: redraw the whole page
@@ -74,16 +74,6 @@ def _runs_table(store: Store, live: bool) -> None:
     chosen = grids.runs(frame, key="latest-runs")
     if chosen is not None:
         leave("runs", run=chosen)
-
-
-def _counts(counts: dict[str, int]) -> None:
-    failed = sum(counts[f"points_{state}"] for state in PointState if state.failed)
-    st.caption(
-        f"**In this database** {parts.count(counts['runs_measured'], 'measured run')}, {counts['runs_reported']} "
-        f"reported by others · {parts.count(counts['points_ok'], 'point')} ok, {failed:,} failed, "
-        f"{counts['points_skipped']:,} skipped, predicted not to fit · "
-        f"{parts.count(counts['metrics'], 'number')} stored"
-    )
 
 
 if __name__ == "__main__":

@@ -85,13 +85,6 @@ def size(count: float | None) -> str:
     return "–" if count is None or math.isnan(count) else readable_bytes(count)
 
 
-def amount(value: float | None, unit: str = "") -> str:
-    """Value with four significant digits and its unit; MiB from 1,024 on as GiB; a dash for None and NaN."""
-    if value is not None and unit == "MiB" and abs(value) >= 1024:
-        return number(value / 1024, "GiB")
-    return number(value, unit)
-
-
 def count(n: int, noun: str) -> str:
     """Number and noun: 1 run, 2 runs."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
@@ -172,7 +165,7 @@ def bound(rule: RuleVerdict) -> str:
     if rule.bound is None:
         return "–"
     comparison = {"<=": "≤", ">=": "≥"}.get(rule.comparison or "", "")
-    return f"{comparison}\N{NO-BREAK SPACE}{amount(rule.bound, rule.unit)}".strip()
+    return f"{comparison}\N{NO-BREAK SPACE}{number(rule.bound, rule.unit)}".strip()
 
 
 def doing(point: Mapping[str, Any]) -> str:

@@ -22,13 +22,13 @@ from orchestrator.report.charts import samples_chart
 from orchestrator.report.content import flat
 from orchestrator.store import Store
 
-_LISTED = 20  # files that are drawn one below the other; of more, one is chosen
 _WARNINGS = 5
 _NAME = 100  # characters shown of a name
 
 
-@data.page
-def page(store: Store) -> None:
+@data.explained
+def page() -> None:
+    store = data.open_store()
     st.query_params.from_dict(st.query_params.to_dict())  # a link within a page does not update the browser's address
     run_id, point_id = st.query_params.get("run"), st.query_params.get("point")
     if point_id and not run_id:
@@ -49,7 +49,7 @@ def _list_page(store: Store) -> None:
     filters = _filters(store)
     live = bool(data.counts(store)["runs_running"])
     st.caption("Click a row to open the run.")
-    st.fragment(_list, run_every=data.refresh_seconds(live))(store, *filters)
+    st.fragment(_list, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, *filters)
 
 
 def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | None]:
@@ -68,7 +68,7 @@ def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | No
     return text or None, *chosen
 
 
-@data.part
+@data.explained
 def _list(store: Store, text: str | None, origin: str | None, state: str | None, kind: str | None) -> None:
     frame = data.runs(store, text=text, origin=origin, state=state, kind=kind)
     if frame.empty:
@@ -100,7 +100,7 @@ def _run_page(store: Store, run_id: str) -> None:
         _events(data.events(store, run_id))
 
 
-@data.part
+@data.explained
 def _run_now(store: Store, run_id: str, live: bool) -> None:
     """Show the live part of a run: state, progress, points."""
     run = data.run(store, run_id)
@@ -198,7 +198,7 @@ def _tabs(names: list[str], first: str) -> Sequence[DeltaGenerator]:
     return tabs
 
 
-@data.part
+@data.explained
 def _point_now(store: Store, point_id: str, latest: str) -> None:
     """Show the live part of a point: its state, and what its latest attempt does."""
     point = data.point(store, point_id)
@@ -281,36 +281,17 @@ def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> No
         lines.append(f"{parts.count(more, 'more event')}: see the run's page, Events")
     if lines:
         st.warning("  \n".join(lines), icon=":material/info:")
-    frame = data.artifacts(store, point["point_id"])
-    where = f"{kept_in(run)} (node {point['node'] or run.get('host') or 'unknown'})"
-    if frame.empty:
-        st.caption("No files were kept.")
-    elif len(frame) > _LISTED:
-        st.fragment(_one_of)(frame, where)
+    files = data.artifacts(store, point["point_id"]).to_dict("records")
+    if files:
+        st.fragment(_file)(files, f"{kept_in(run)} (node {point['node'] or run.get('host') or 'unknown'})")
     else:
-        for row in frame.to_dict("records"):
-            with st.expander(parts.plain(_file_title(row)), expanded=len(frame) == 1, icon=":material/description:"):
-                _file(row, where)
+        st.caption("No files were kept.")
 
 
-def _one_of(frame: pd.DataFrame, where: str) -> None:
-    rows = frame.to_dict("records")
-    chosen = st.selectbox(
-        f"{parts.count(len(rows), 'file')}, {parts.size(sum(row['size'] for row in rows))}",
-        range(len(rows)),
-        format_func=lambda number: _file_title(rows[number]),
-        key="file",
-    )
-    with st.container(border=True):
-        _file(rows[chosen], where)
-
-
-def _file_title(row: Mapping[str, Any]) -> str:
-    name = row["name"] if len(row["name"]) <= _NAME else f"{row['name'][:_NAME]}…"
-    return f"{name} · attempt {row['attempt']} · {parts.size(row['size'])}"
-
-
-def _file(row: Mapping[str, Any], where: str) -> None:
+def _file(files: list[dict[Any, Any]], where: str) -> None:
+    """Draw the file that is chosen."""
+    label = f"{parts.count(len(files), 'file')}, {parts.size(sum(row['size'] for row in files))}"
+    row = st.selectbox(label, files, format_func=_file_title, key="file")
     st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
     _download(row, where)
     if row["truncated"]:
@@ -320,6 +301,11 @@ def _file(row: Mapping[str, Any], where: str) -> None:
         st.code(row["content"], language=None, wrap_lines=True, height=height)
     else:
         st.caption("Empty." if not row["size"] else "Its text is not in the database.")
+
+
+def _file_title(row: Mapping[str, Any]) -> str:
+    name = row["name"] if len(row["name"]) <= _NAME else f"{row['name'][:_NAME]}…"
+    return f"{name} · attempt {row['attempt']} · {parts.size(row['size'])}"
 
 
 def _download(row: Mapping[str, Any], where: str) -> None:

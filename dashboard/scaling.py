@@ -32,8 +32,9 @@ _ENTRY = "display: flex; align-items: baseline; gap: 0.4rem; overflow-wrap: anyw
 _MARK = "width: 1rem; flex: none; text-align: center; font-size: 1.15rem; line-height: 1"
 
 
-@data.page
-def page(store: Store) -> None:
+@data.explained
+def page() -> None:
+    store = data.open_store()
     runs = data.runs(store)
     if runs.empty:
         st.title("Scaling")
@@ -59,7 +60,7 @@ def _waiting(states: pd.DataFrame) -> int:
     return len(states.loc[states["state"].isin([PointState.PENDING, PointState.RUNNING])])
 
 
-@data.part
+@data.explained
 def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
     """Show the progress of live runs, and redraw the page when a point has ended."""
     if _waiting(data.states(store, run_ids=run_ids)) != seen:

@@ -89,7 +89,7 @@ def _usage(err: Any) -> str:
     if isinstance(cause := err.__cause__, ValidationError):
         value = shown(cause.errors(include_url=False)[0]["input"], 200)
         text += "" if value in text else f", not {value}"
-    return f"{in_a_line(text, 400)}; see `{err.ctx.command_path if err.ctx else 'nsa'} --help`"
+    return f"{in_a_line(text, 600)}; see `{err.ctx.command_path if err.ctx else 'nsa'} --help`"
 
 
 @app.command()

@@ -1,1 +1,1 @@
-"""Reports of stored runs: facts (content, bench), wording (text, bench_text, table), charts, files (write)."""
+"""Reports of stored runs: facts (content, bench, evidence), tables, charts, files (write, template)."""

@@ -12,7 +12,6 @@ import pandas as pd
 from jobs.schema.states import Origin
 from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.report.series import text
-from orchestrator.report.table import shape
 from orchestrator.store import Store, queries
 
 KIND = "bench"
@@ -32,7 +31,7 @@ class Layout:
     dtype: str
 
     def __str__(self) -> str:
-        return shape(self.query_heads, self.kv_heads, self.head_dim, None)
+        return f"{self.query_heads}/{self.kv_heads} d{self.head_dim}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, take_overs
 from orchestrator.judge.growth import fit_growth, local_slopes
@@ -57,20 +58,23 @@ def _operator(bench: Bench, of: str) -> Table:
 def _cells(bench: Bench, place: Place, implementation: str) -> list[str]:
     passes = [replace(place, pass_=pass_) for pass_ in (FORWARD, BOTH)]
     times = [bench.value(at, implementation, TIME) for at in passes]
-    states = [bench.states.get((at, implementation)) for at in passes]
+    failed = [bench.states.get((at, implementation), PointState.OK) for at in passes]
     dense = [bench.dense(at) for at in passes]
     peers = [bench.peers.get((at, TIME)) for at in passes]
     memory, peer_memory = bench.value(passes[1], implementation, MEMORY), bench.peers.get((passes[1], MEMORY))
     return [
         *(str(place.layout), f"{place.seq_len:,}", f"{place.batch}", implementation),
-        *(_or_state(time, state) for time, state in zip(times, states, strict=True)),
-        _mib(memory),
+        *(
+            str(state) if time is None and state != PointState.OK else _number(time)
+            for time, state in zip(times, failed, strict=True)
+        ),
+        _number(memory),
         _ratios(dense, times),
         _ratios(peers, times),
-        _ratio(peer_memory, memory),
+        _ratios([peer_memory], [memory]),
         _owned(dense),
         _owned(peers),
-        _mib(None if peer_memory is None else peer_memory.value),
+        _number(peer_memory and peer_memory.value),
     ]
 
 
@@ -114,10 +118,10 @@ def _branches(bench: Bench, of: str, explained: str) -> Iterable[Table]:
             cells = [f"{place.seq_len:,}"]
             for branch in shown:
                 time = one.milliseconds.get(branch)
-                cells.append(UNMEASURED if time is None else f"{_ms(time)} ({100 * one.share(branch):.0f} %)")
+                cells.append(UNMEASURED if time is None else f"{readable(time)} ({100 * one.share(branch):.0f} %)")
             dense, compressed = bench.dense(place), one.milliseconds.get(Branch.COMPRESSED)
-            part = UNMEASURED if dense is None or compressed is None else f"{compressed / dense.value:.3f}"
-            rows.append([*cells, _ms(one.total), part])
+            part = UNMEASURED if dense is None or compressed is None else readable(compressed / dense.value)
+            rows.append([*cells, readable(one.total), part])
         unknown = sorted({stage for one in shares for stage in one.unknown})
         more = f" Stages of unknown names, which count as other: {', '.join(unknown)}." if unknown else ""
         columns = ["S", *(_TITLES.get(branch, branch.value) for branch in shown), "all kernels", "compressed / dense"]
@@ -152,38 +156,23 @@ def _stage_rows(bench: Bench, places: Sequence[Place], implementation: str) -> l
     calls = [bench.value(place, implementation, TIME) for place in places]
     sums = [sum(times.values()) for times in spent]
     gaps = [None if call is None else call - busy for call, busy in zip(calls, sums, strict=True)]
-    rows = [[name, *(_ms(times.get(name)) for times in spent)] for name in names]
-    return rows + [[title, *map(_ms, row)] for title, row in (("all kernels", sums), ("gaps", gaps), ("call", calls))]
+    rows = [[name, *(_number(times.get(name)) for times in spent)] for name in names]
+    return rows + [
+        [title, *map(_number, row)] for title, row in (("all kernels", sums), ("gaps", gaps), ("call", calls))
+    ]
 
 
-def _ms(value: float | None) -> str:
-    """Milliseconds with about three significant digits, at most three decimals."""
-    if value is None:
-        return UNMEASURED
-    size = abs(value)
-    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
-
-
-def _mib(value: float | None) -> str:
-    return UNMEASURED if value is None else f"{value:,.0f}"
-
-
-def _or_state(value: float | None, state: str | None) -> str:
-    """Milliseconds, or the state of a point without them."""
-    return _ms(value) if value is not None or state in (None, PointState.OK) else str(state)
-
-
-def _ratio(theirs: Figure | None, ours: float | None) -> str:
-    return UNMEASURED if theirs is None or not ours else f"{theirs.value / ours:.2f}"
+def _number(value: float | None) -> str:
+    return UNMEASURED if value is None else readable(value)
 
 
 def _ratios(theirs: Sequence[Figure | None], ours: Sequence[float | None]) -> str:
-    found = [_ratio(figure, value) for figure, value in zip(theirs, ours, strict=True)]
-    return UNMEASURED if set(found) == {UNMEASURED} else " / ".join(found)
+    ratios = [one.value / value if one and value else None for one, value in zip(theirs, ours, strict=True)]
+    return UNMEASURED if not any(ratios) else " / ".join(map(_number, ratios))
 
 
 def _owned(figures: Sequence[Figure | None]) -> str:
     """The values with their owners in brackets."""
     owners = dict.fromkeys(figure.owner for figure in figures if figure is not None)
-    values = " / ".join(_ms(None if figure is None else figure.value) for figure in figures)
+    values = " / ".join(_number(figure and figure.value) for figure in figures)
     return f"{values} ({', '.join(owners)})" if owners else UNMEASURED

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from jobs.schema.axes import AXES, more_columns
+from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantities, Role
 from jobs.schema.states import Origin
 from orchestrator.judge.analysis import Fit, scaling_fits
@@ -68,6 +69,10 @@ class Content:
         """Rows of `metrics` whose quantities have this role."""
         names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
         return self.metrics.loc[self.metrics["metric"].isin(names)]
+
+    @property
+    def title(self) -> str:
+        return "Report: " + ", ".join(dict.fromkeys(in_a_line(run["name"], 100) for run in self.runs))
 
     @property
     def run_names(self) -> dict[str, str]:

@@ -16,9 +16,9 @@ from markupsafe import Markup
 from pydantic_core import to_jsonable_python
 
 from jobs.schema.axes import AXES, MORE
+from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import scaling_fits
-from orchestrator.report.numbers import amount
 from orchestrator.store import Store, queries
 
 Row = Mapping[Any, Any]
@@ -139,7 +139,7 @@ class Spec:
         if found[0]["state"] != PointState.OK:
             return str(found[0]["state"])
         values = self._evidence.values(found[0])
-        return ", ".join(amount(*values[name]) for name in metrics if name in values) or self.not_measured
+        return ", ".join(readable(*values[name]) for name in metrics if name in values) or self.not_measured
 
     def state(self, **axes: object) -> str:
         """The state of the first point with these axes, or the spec that would measure it."""

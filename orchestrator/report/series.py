@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Quantities
-from orchestrator.judge.analysis import series_columns
+from orchestrator.judge.analysis import series_columns, surroundings
 
 Row = Mapping[Any, Any]
 
@@ -81,10 +81,16 @@ def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
 
 
 def shape(row: Row) -> str:
-    """Layers, query/kv heads and head dimension in one text, as far as they are known."""
+    """Heads as "12/2 d64", with a model's layers; as far as they are known."""
     layers, heads, groups, dim = (text(row.get(name)) for name in ("layers", "query_heads", "kv_heads", "head_dim"))
-    parts = (f"{layers} layers" if layers else "", f"{heads}/{groups} heads" if heads else "", f"d{dim}" if dim else "")
-    return " ".join(filter(None, parts))
+    operator = " ".join(filter(None, (f"{heads}/{groups}" if heads and groups else "", f"d{dim}" if dim else "")))
+    return ", ".join(filter(None, (operator, f"{layers} layers" if layers else "")))
+
+
+def full_shape(row: Row) -> str:
+    """The shape of a row or a fit's series, with its kind-specific axes, environment variables and interpreter."""
+    more = [f"{name.removeprefix(MORE)} {text(row[name])}" for name in more_columns(row) if text(row[name])]
+    return ", ".join(filter(None, (shape(row), *more, *surroundings(row))))
 
 
 def look(implementation: object) -> Look:

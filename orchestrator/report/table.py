@@ -1,10 +1,9 @@
-"""Tables for reports and terminals, and the texts of their cells."""
+"""Tables for reports and terminals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
@@ -12,10 +11,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from jobs.schema.axes import MORE, more_columns
 from jobs.schema.plain_text import for_file, for_html, in_a_line
-from orchestrator.judge.analysis import surroundings
-from orchestrator.report.series import text
 
 _COLORS = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLORS |= {"missing": "yellow", "broken": "red"}
@@ -66,21 +62,6 @@ class Table:
             cells = zip(self.columns, map(in_a_line, row), strict=True)
             table.add_row(*(Text(cell, _COLORS.get(cell, "red") if name == "state" else "") for name, cell in cells))
         return table
-
-
-def shape(query_heads: float | None, kv_heads: float | None, head_dim: float | None, layers: float | None) -> str:
-    """Heads as "12/2 d64", with a model's layers; empty if the heads are unknown."""
-    heads, groups, dim, depth = map(whole, (query_heads, kv_heads, head_dim, layers))
-    if not heads or not groups:
-        return ""
-    return f"{heads}/{groups}" + (f" d{dim}" if dim else "") + (f", {depth} layers" if depth else "")
-
-
-def shape_of(row: Mapping[Any, Any]) -> str:
-    """The shape of a row or a fit's series, with its kind-specific axes, environment variables and interpreter."""
-    sizes = [row.get(name) for name in ("query_heads", "kv_heads", "head_dim", "layers")]
-    more = [f"{name.removeprefix(MORE)} {text(row[name])}" for name in more_columns(row) if text(row[name])]
-    return ", ".join(filter(None, (shape(*sizes), *more, *surroundings(row))))
 
 
 def whole(value: float | None) -> str:

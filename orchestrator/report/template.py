@@ -19,17 +19,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from jobs.schema import plain_text
 from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_line
+from jobs.schema.quantities import readable
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
-from orchestrator.judge.analysis import fits_frame
 from orchestrator.judge.branches import take_overs
 from orchestrator.judge.decisions import decide
 from orchestrator.judge.verdicts import load_gates
 from orchestrator.report import bench, bench_text
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, device, tally
-from orchestrator.report.numbers import amount, number, rate
 from orchestrator.report.table import Table
-from orchestrator.report.write import ReportError, png, svg
+from orchestrator.report.write import ReportError, growth_chart, png, svg
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
 
@@ -98,10 +97,14 @@ class _Templates:
             keep_trailing_newline=True,
             extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
         )
-        filters = (number, rate, amount, code, tally, device, from_json)
         figures = (self.query, self.table, self.measured, self.chart, self.fits, self.benches, self.bench_tables)
         functions = (*figures, self.decisions, self.quantity, self._evidence.spec, take_overs)
-        environment.filters |= {each.__name__: each for each in filters}
+        environment.filters |= {
+            "amount": readable,
+            "code": lambda value: Markup(plain_text.code(value)),
+            "device": device,
+        }
+        environment.filters |= {"from_json": from_json, "number": number, "tally": tally}
         environment.globals |= {each.__name__: each for each in functions}
         environment.globals |= {"any": ANY, "runs": self._evidence.runs}
         try:
@@ -122,7 +125,7 @@ class _Templates:
         return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(self._folder / name)
 
     def _shown(self, value: Any) -> Any:
-        """A value as a report has it: numbers with three digits, nothing for None, text escaped."""
+        """A value as a report has it: numbers with four digits, nothing for None, text escaped."""
         if isinstance(value, Undefined | Markup):
             return value
         if value is None:
@@ -179,8 +182,6 @@ class _Templates:
 
         `axes`: only points with these, as pass="forward".
         """
-        from orchestrator.report.scaling_chart import scaling_chart
-
         run_ids = self._run_ids if run_ids is None else list(run_ids)
         rows = queries.scaling(self._store, run_ids=run_ids)
         for name, value in axes.items():
@@ -188,7 +189,9 @@ class _Templates:
                 raise ReportError(f"chart: {name!r}: is no axis; use one of {', '.join(map(str, rows.columns))}")
             rows = rows.loc[rows[name] == value]
         quantity = queries.quantities(self._store, run_ids).of(metric)
-        drawn = scaling_chart(rows, fits_frame(self.fits(run_ids)), quantity)[0].properties(width=640)
+        drawn = growth_chart(rows, self.fits(run_ids), quantity)
+        if drawn is None:
+            raise ReportError(f"chart: {metric!r}: has no rows to draw")
         title = title or f"{quantity.title} per sequence"
         if self._html:
             return Markup(svg(drawn))
@@ -222,9 +225,9 @@ class _Templates:
         return declared.of(name)
 
 
-def code(value: object) -> Markup:
-    """A value as code in Markdown."""
-    return Markup(plain_text.code(value))
+def number(value: float | None) -> str:
+    """A value with four significant digits; "" for None and NaN."""
+    return "" if value is None or value != value else readable(value)
 
 
 def from_json(value: object) -> Any:

@@ -7,21 +7,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs
 
-import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import check, show, text
-from example_databases import HALF
 
 from dashboard import live
 from jobs.schema.states import PointState
-from orchestrator.store import Store, queries
+from orchestrator.store import Store
 from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
 
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"
 PLAN = {"steps": 1000, "tokens_per_step": 1024, "hours": 1.0}
-EVIL = "<b>bold</b> **loud** [x](javascript:0)"
 
 
 def piece(
@@ -108,15 +105,6 @@ def test_expected_stands_against_actual(database: str) -> None:
     assert "67 to 97 %, 2 ranks" in said
 
 
-def test_what_is_not_measured_yet_is_not_told(database: str) -> None:
-    pieces = [piece("training_memory", "MiB", [400.0]), piece("cpu_utilization", "%", [85.0])]
-    training(database, *pieces, plan={"phases": 3}, estimate=100 << 20)  # another kind's plan
-    said = text(show("runs", run=RUN, point=POINT))
-    assert "Memory,100 MiB estimated,measured after the training,–" in said
-    assert "≥ 80 %,85 %,✓ yes" in said
-    assert "planned run" not in said
-
-
 def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None:
     begun = datetime.now(UTC) - timedelta(minutes=1)
     starting = piece("cpu_utilization", "%", [5.0, 5.0, 5.0], at=begun)
@@ -133,31 +121,8 @@ def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None
     assert [spec["encoding"]["x"]["scale"]["domain"] for spec in charts(app)] == [[0, 12], [0, 12]]
 
 
-def test_text_from_outside_is_text(database: str) -> None:
-    training(database, piece(EVIL, "u", [1.0]))
-    app = show("runs", run=RUN, point=POINT)
-    [caption] = [each.value for each in app.caption if "bold" in each.value]
-    assert "\\<b\\>bold\\</b\\> \\*\\*loud\\*\\* \\[x\\](javascript\\:0)" in caption
-    assert len(charts(app)) == 1
-
-
-def test_a_point_without_series_has_no_such_part(half_finished: str) -> None:
-    said = text(show("runs", run=HALF, point=f"{HALF}/2"))
-    assert "timing" in said
-    assert "Series" not in said
-
-
 @pytest.mark.parametrize("changes", [{"rate": None}, {"rate": 0.0}, {"total": 0}, {"running": 0}, {"rate": 1e-300}])
 def test_an_end_that_is_unknown_is_not_told(changes: dict) -> None:
     point = {"running": 1, "phase": "train", "done": 300, "total": 900, "rate": 2.0}
     assert live.remaining(point)
     assert live.remaining(point | changes) == ""
-
-
-def test_a_long_series_is_drawn_thinned(database: str) -> None:
-    training(database, piece("loss", "nat/byte", [1.0 + 1 / (1 + step) for step in range(5000)]))
-    with Store.open(database) as store:
-        frame = queries.series(store, POINT, attempt=1, most=live._SHOWN)
-    assert isinstance(frame, pd.DataFrame)
-    assert live._SHOWN - 20 <= len(frame) <= live._SHOWN + 1
-    assert frame["step"].iloc[-1] == 4999

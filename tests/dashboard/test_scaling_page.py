@@ -14,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.report.series import look
-from orchestrator.store import Store, upgrade
+from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
@@ -71,13 +71,6 @@ def test_many_newer_runs_hide_neither_the_sweep_nor_the_reported_curve(complete:
     assert {RUN, CURVE} < set(show("runs").dataframe[0].value["ID"])
 
 
-def test_without_a_complete_sweep_scaling_begins_with_the_newest_results(database: str):
-    with Store.open(database) as store:
-        store.apply_many(small_sweep(RUN, (512, 1024, 2048), RunState.CANCELLED, hours=2))
-        store.apply_many(small_sweep(HALF, (512,), RunState.DONE))
-    assert show("scaling").multiselect[0].value == [HALF]
-
-
 def test_the_controls_of_scaling_are_in_the_address(complete: str):
     app = show("scaling")
     _pills(app, "Pass").set_value(["forward"]).run()
@@ -105,14 +98,6 @@ def test_unknown_values_in_the_address_are_ignored_with_a_word(complete: str):
     app = check(_visit("runs", {"state": ["finished"], "kind": ["scaling"]}))
     assert "ignored: `state=finished`" in text(app)
     assert len(app.dataframe[0].value) == 1
-
-
-def test_a_run_without_the_usual_pass_is_shown_beside_reported_runs_that_have_it(complete: str):
-    with sqlite3.connect(complete.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE point SET pass = 'decode' WHERE run_id = ?", (RUN,))
-    titles = [subheader.value for subheader in show("scaling").subheader]
-    assert "Time, measured" in titles
-    assert "Memory, reported" in titles
 
 
 def test_scaling_shows_the_share_of_each_branch_and_where_the_compressed_takes_over(complete: str):
@@ -165,52 +150,15 @@ def test_scaling_lists_failures_by_state_and_draws_none(complete: str):
     assert 65536 not in set(numbers["seq_len"])
 
 
-def test_scaling_can_be_filtered_and_put_in_one_chart(complete: str):
-    app = show("scaling")
-    app.multiselect[0].set_value([CURVE]).run()
-    assert [subheader.value for subheader in check(app).subheader] == ["Memory, reported", "Fitted exponents"]
-    assert asked(app) == {"run": [CURVE]}
-    app.multiselect[0].set_value([]).run()
-    assert "Choose a run" in text(check(app))
-    assert asked(app) == {"run": ["none"]}
-    app = show("scaling")
-    _control(app.segmented_control, "Reported results").set_value("together").run()
-    assert [subheader.value for subheader in check(app).subheader][1] == "Peak memory allocated"
-
-
-def test_values_of_filters_are_text_that_the_address_keeps(database: str):
-    name, run_id = "![x](y) **b** <b> :red[x]", "20261119-090000-odd-ab12"
-    point = {"run_id": run_id, "point_id": f"{run_id}/0"}
-    axes = {"implementation": name, "workload": "attention", "seq_len": 64, "device": "cpu"}
-    upgrade(database)
-    with Store.open(database) as store:
-        store.apply_many(
-            [
-                RunRecord(run_id=run_id, name="odd", kind="scaling", spec={}, spec_hash="5"),
-                PointRecord(**point, index=0, key="k", label="l", config={}, axes=axes),
-            ]
-        )
-    app = show("scaling", run=run_id)
-    assert _pills(app, "Implementation").options == [r"!\[x\](y) \*\*b\*\* \<b\> \:red\[x\]"]
-    _pills(app, "Implementation").set_value([name]).run()
-    assert asked(check(app))["implementation"] == [name]
-
-
 def test_scaling_shows_the_run_that_a_link_names(complete: str):
     app = show("scaling", run="reported-peers-H200")
     assert app.multiselect[0].value == ["reported-peers-H200"]
     assert "Time, reported" in text(app)
     shapes = _pills(app, "Shape")
-    assert shapes.value == ["12/2 heads d64"]  # one of three, which would hide each other
+    assert shapes.value == ["12/2 d64"]  # one of three, which would hide each other
     shown = len(_fits(app))
-    shapes.set_value(["12/2 heads d64", "64/4 heads d128"]).run()
+    shapes.set_value(["12/2 d64", "64/4 d128"]).run()
     assert len(_fits(check(app))) > shown
-
-
-def test_scaling_of_a_live_run(half_finished: str):
-    said = text(show("scaling"))
-    assert "3 points to go" in said
-    assert "three sequence lengths" in said
 
 
 def test_without_a_number_against_a_length_scaling_says_so(database: str):

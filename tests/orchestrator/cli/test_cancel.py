@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +12,6 @@ from nsa_command import Nsa
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import Journal
 from orchestrator.store.records import Record
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -101,48 +95,3 @@ def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver_but_its_lock_is
     assert states(home) == {"pending"}
     cancelled(f"{path} cannot be written")
     assert path.read_bytes() == before
-
-
-def test_a_path_longer_than_any_is_reported_in_a_line(stored, cancelled) -> None:
-    stored("/" + "x" * 5000)
-    cancelled("/xxx")
-
-
-BELOW = """
-import os, sys
-from pathlib import Path
-from orchestrator.cli import submission
-from orchestrator.store.journal import Journal, JournalError
-from orchestrator.run import resume
-
-folder = Path(sys.argv[1])
-with resume.opened("r2", folder):  # what is imported on the way must be, before root gives up its rights
-    pass
-folder.chmod(0)
-if os.geteuid() == 0:
-    os.chown(folder, 65534, 65534)
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-print(submission.own_journal({"run_id": "r2", "artifacts": str(folder)}))
-try:
-    with resume.opened("r2", folder):
-        pass
-except JournalError as error:
-    print(error)
-"""
-
-
-def test_a_folder_that_may_not_be_entered_is_reported_in_a_line(stored) -> None:
-    """In a process without root's rights, as root may enter every folder."""
-    with tempfile.TemporaryDirectory() as open_to_all:
-        os.chmod(open_to_all, 0o755)
-        path = Path(open_to_all) / "r2" / "journal.jsonl"
-        write(path, stored(path.parent))
-        command = [sys.executable, "-c", BELOW, str(path.parent)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        path.parent.chmod(0o700)
-    assert (done.returncode, done.stderr) == (0, "")
-    cancelled, resumed = done.stdout.splitlines()
-    assert f"in the database alone: {path} cannot be looked at (Permission denied)" in cancelled
-    assert resumed.startswith(f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written (Permission denied)")

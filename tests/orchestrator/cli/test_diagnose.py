@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -21,7 +20,6 @@ from nsa_command import Nsa
 
 from jobs.diagnosis.rank_state import Memory, RankState, identity
 from jobs.process import stacks
-from jobs.schema.states import RunState
 from orchestrator.cli import diagnose as diagnosis
 from orchestrator.store import Store, queries
 from orchestrator.store import records as rec
@@ -131,19 +129,6 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
         stacks.frames(os.getpid())
 
 
-def test_a_missing_py_spy_is_one_line_with_the_fix(
-    half_finished: str, diagnose: Nsa, busy: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    _store(half_finished, [_state(rank, busy, identity(busy) or "", "here") for rank in range(2)])
-    code, out, err = diagnose("--attach", HALF[:13], "--seconds", "0.5")
-    assert (code, err) == (0, "")
-    told = [line for line in out.splitlines() if "py-spy" in line]
-    assert told == ["Stacks are not shown: py-spy is not installed on this host: pip install py-spy"]
-    assert stacks.dumps([psutil.Process(busy)])[0].splitlines()[1] == stacks.NO_PY_SPY
-
-
 def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) -> None:
     old, new = (_state(0, 2**30, f"gone {n}", host) for n, host in enumerate(("old-host", "new-host")))
     _store(half_finished, [new, old], ["rank0-2.json", "rank0.json"])
@@ -179,33 +164,6 @@ def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished
     assert len(re.findall(r"(?<!\\)\|", row)) == 9
 
 
-def test_a_terminal_gets_text_without_the_marks_of_markdown(half_finished: str, tmp_path: Path) -> None:
-    state = replace(_state(0, 2**30, "gone", "_host_|*a*"), route={"slc": "<chunked>"}, versions={"torch": "`2"})
-    _store(half_finished, [state])
-    env = {**os.environ, "NSA_HOME": str(tmp_path), "NCCL_DEBUG_FILE": "a|$b"}
-    command = [sys.executable, "-c", "from orchestrator.cli.entry import main; main()", "diagnose"]
-    attached, host = (_on_a_terminal([*command, *more], env) for more in (["--attach", HALF], []))
-    assert "| 0 | _host_|*a* | " in attached
-    assert "rank 0 on _host_|*a*; theirs is" in attached
-    assert "slc: <chunked>" in attached
-    assert "Versions: torch `2" in attached
-    assert "- NCCL_DEBUG_FILE=a|$b" in host
-    assert "\\" not in attached + host
-
-
-def _on_a_terminal(command: list[str], env: dict[str, str]) -> str:
-    """Output of a command that writes to a terminal."""
-    reader, writer = os.openpty()
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, env=env) as process:
-        os.close(writer)
-        shown = b""
-        with suppress(OSError), open(reader, "rb", buffering=0) as terminal:  # its end is an error on Linux
-            while some := terminal.read(4096):
-                shown += some
-    assert process.returncode == 0, shown
-    return shown.decode()
-
-
 SOUND = {"rank": 0, "ranks": 1, "step": 1, "host": "h", "pid": 1, "process": "", "device": "cpu", "gpu": ""} | {
     "cores": "0-3,8", "threads": 1, "route": {}, "versions": {}, "memory": {}
 }  # fmt: skip
@@ -223,16 +181,6 @@ def test_a_state_of_wrong_values_is_passed_over(name: str, value: object) -> Non
     assert sound is not None
     assert asdict(sound) == SOUND
     assert RankState.from_json(json.dumps(SOUND | {name: value})) is None
-
-
-@pytest.mark.parametrize("text", ["{", '{"rank": 0}', "[1]", "null"])
-def test_a_state_that_cannot_be_read_is_passed_over(half_finished: str, diagnose: Nsa, text: str) -> None:
-    with Store.open(half_finished) as store:
-        file = rec.ArtifactData(name="rank0.json", path="2/rank0.json", size=1, sha256="0" * 64, content=text)
-        store.apply(rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file))
-    code, out, _ = diagnose("--attach", HALF)
-    assert code == 0
-    assert "has not done its first step" in out
 
 
 def test_what_is_not_live_is_refused_in_a_line(complete: str, diagnose: Nsa) -> None:
@@ -253,23 +201,9 @@ def test_what_is_not_live_is_refused_in_a_line(complete: str, diagnose: Nsa) -> 
     assert diagnose("--attach", RUN, "--seconds", "nan")[0] == 2
 
 
-def test_points_that_do_not_run_are_refused(half_finished: str, diagnose: Nsa) -> None:
-    assert "use 2, `nsa show" in diagnose("--attach", HALF, "--point", "0")[2]
-    assert "use 2, `nsa show" in diagnose("--attach", HALF, "--point", "99")[2]
-    with Store.open(half_finished) as store:
-        store.apply(rec.RunEndRecord(run_id=HALF, state=RunState.CANCELLED))
-    assert "is cancelled, not running" in diagnose("--attach", HALF)[2]
-
-
 def test_without_a_run_it_is_this_host(diagnose: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     code, out, _ = diagnose()
     assert code == 0
     assert "- CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel; unset CUDA_LAUNCH_BLOCKING" in out
     assert "- NUMA: " in out
-
-
-def test_it_gives_way_to_others() -> None:
-    code = "import os; from orchestrator.cli.diagnose import give_way; give_way(); print(os.sched_getscheduler(0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == os.SCHED_IDLE

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from processes import free_ports
 from ray.job_submission import JobSubmissionClient
@@ -122,24 +121,6 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     assert services.down(settings) == []  # and this process is still alive
 
 
-def test_a_service_is_known_after_the_clock_was_set(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service("ray", ("sleep", "60"), settings.ray_dashboard, "", "", settings.home / "ray")
-    monkeypatch.setattr(services, "local_services", lambda *_: [service])
-    services._start(settings, service)
-    boot_time, create_time = psutil.boot_time, psutil.Process.create_time
-    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + 5)
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 5)
-    assert services.down(settings) == ["ray"]
-
-
-def test_the_dashboards_path_behind_a_proxy_is_part_of_its_address(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STREAMLIT_SERVER_BASE_URL_PATH", "/team/nsa/")
-    [_, dashboard] = services.local_services(settings)
-    assert dashboard.url == f"http://127.0.0.1:{settings.dashboard_port}/team/nsa"
-
-
 def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[subprocess.Popen[Any]] = []
     popen = subprocess.Popen
@@ -167,25 +148,10 @@ def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: p
             process.wait()
 
 
-def test_services_use_the_database_of_this_shell_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for given in (Settings(home=Path("results")), Settings(database_url="sqlite:///results/nsa.db")):
-        assert services.service_env(given)["NSA_DATABASE_URL"] == f"sqlite:///{tmp_path}/results/nsa.db"
-    postgres = "postgresql+psycopg://nsa@host/nsa"
-    assert services.service_env(Settings(database_url=postgres))["NSA_DATABASE_URL"] == postgres
-
-
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:
     with pytest.raises(ServiceError, match=r"^NSA_RAY_HOST: '192\.0\.2\.77': is no address of this host; name one"):
         services.up(settings.model_copy(update={"ray_host": "192.0.2.77"}))
     assert services.down(settings) == []
-
-
-def test_a_home_that_cannot_be_made_is_named(settings: Settings) -> None:
-    with pytest.raises(ServiceError, match=r"^NSA_HOME: '/proc/nsa': cannot be made \(.*\); name another$"):
-        services.up(settings.model_copy(update={"home": Path("/proc/nsa")}))
 
 
 LISTEN = """
@@ -216,18 +182,3 @@ def test_a_port_of_all_addresses_is_told(settings: Settings, listener: tuple[int
     (found,) = services.exposures(settings, pid)
     assert found.what == f"Ray listens on other addresses than loopback (ports {everywhere})"
     assert found.fix == "nsa down; nsa up"
-
-
-@pytest.mark.parametrize("listener", [["0.0.0.0"]], indirect=True)
-def test_of_a_cluster_on_a_named_address_it_is_told_what_to_do(
-    settings: Settings, listener: tuple[int, list[int]]
-) -> None:
-    """Starting it again would open the same ports."""
-    (found,) = services.exposures(settings.model_copy(update={"ray_host": "192.0.2.7"}), listener[0])
-    assert found.fix == "let only the cluster's hosts through a firewall"
-
-
-@pytest.mark.parametrize("listener", [["127.0.0.1", "127.0.0.2"]], indirect=True)
-def test_ports_of_loopback_are_not(settings: Settings, listener: tuple[int, list[int]]) -> None:
-    pid, _ = listener
-    assert services.exposures(settings, pid) == []

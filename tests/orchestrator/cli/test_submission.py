@@ -14,7 +14,7 @@ import pytest
 from nsa_command import Nsa
 from ray.dashboard.modules.version import CURRENT_VERSION
 
-from orchestrator.cli import doctor, resolve, services, submission
+from orchestrator.cli import resolve, services, submission
 from orchestrator.cli.submission import SubmissionError, Submitted
 from orchestrator.execute.upload import Upload
 from orchestrator.judge.rules import READY_SPECS
@@ -65,13 +65,6 @@ def test_a_job_that_the_cluster_does_not_know_is_told(settings: Settings, ask: C
     assert "\n" not in str(caught.value)
 
 
-def test_a_job_that_is_not_taken_is_told(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(submission, "load_spec", lambda *_: None)
-    monkeypatch.setattr(submission, "collect", lambda *_: Upload({}, "spec.yaml"))
-    with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http.*': did not take the job: .*`nsa status`$"):
-        submission.submit(settings, Path("spec.yaml"))
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -97,7 +90,6 @@ def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytes
         settings = Settings(ray_dashboard=f"http://127.0.0.1:{server.server_address[1]}")
         alike = "ray_version" in answer
         assert [one.healthy for one in services.status(settings) if one.name == "ray"] == [alike]
-        assert (doctor._ray(settings).health is doctor.Health.OK) is alike
         assert services.asks_for_token(settings)
         for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: resolve.cluster(settings)):
             with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http://127\.0\.0\.1:\d+'.*; ") as caught:

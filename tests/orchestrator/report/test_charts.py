@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from jobs.schema.quantities import AGAINST_LENGTH, SHARED, THROUGHPUT, Plot
+from jobs.schema.quantities import SHARED, THROUGHPUT, Plot
 from orchestrator.judge.analysis import fits_frame, scaling_fits
 from orchestrator.report import charts
 from orchestrator.report.scaling_chart import scaling_chart
@@ -87,13 +87,6 @@ def test_a_curve_spans_the_lengths_that_it_rests_on_and_other_points_are_paler(r
     assert (min(curve), max(curve)) == pytest.approx((2048, 4096))
 
 
-def test_only_the_metric_asked_for_is_drawn(rows: pd.DataFrame):
-    points = drawn(scaling(measured(rows), "throughput"))
-    assert (len(points), set(points["metric"])) == (12, {"throughput"})
-    with pytest.raises(ValueError, match="no rows"):
-        scaling(rows[:0])
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, 5e-324, 1.7e308])
 def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame, value: float):
     chosen = measured(rows)
@@ -122,39 +115,11 @@ def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
     assert any(mark["type"] == "line" and mark.get("strokeDash") == [7, 4] for mark in marks)
 
 
-def test_intervals_follow_the_values_when_shown_per_sequence(rows: pd.DataFrame):
-    chosen = measured(rows).query("metric == 'time' and implementation == 'dense'").copy()
-    whole = drawn(scaling(chosen))
-    chosen["batch"], chosen["per_sequence"] = 2, chosen["value"] / 2
-    assert (drawn(scaling(chosen))["high"] * 2).tolist() == pytest.approx(whole["high"].tolist())
-
-
-@pytest.mark.parametrize(
-    ("metric", "title"), [("time", "Time per sequence [s, ms, µs]"), ("throughput", "Throughput [tok/s]")]
-)
-def test_a_time_is_drawn_per_sequence_and_throughput_of_the_whole_batch(rows: pd.DataFrame, metric: str, title: str):
-    chosen = measured(rows).assign(batch=2)
-    chosen.loc[chosen["metric"] == "time", "per_sequence"] /= 2  # as in the views; rates are not divided
-    assert {encoding["y"].get("title") for encoding in encodings(scaling(chosen, metric))} == {title}
-
-
 @pytest.mark.parametrize(("plot", "guides"), [(Plot.RATE, {"linear", "S²"}), (Plot.STEP_RATE, {"constant", "~ 1/S"})])
 def test_a_steps_throughput_has_separate_guides(rows: pd.DataFrame, plot: Plot, guides: set[str]):
     """A constant rate means linear time for a pass over S tokens, but constant time for a step of one token."""
     chart, _ = scaling_chart(measured(rows), NONE, replace(THROUGHPUT, plot=plot))
     assert {row["guide"] for row in data(chart, "guide")} == guides
-
-
-@pytest.mark.parametrize("metric", SHARED.names(plots=AGAINST_LENGTH))
-def test_charts_render(rows: pd.DataFrame, metric: str):
-    chosen: Any = rows.assign(metric=metric, unit=SHARED.of(metric).unit)
-    picture = svg(scaling(chosen[chosen["origin"] == "measured"].drop_duplicates("point_id"), metric))
-    assert "4K" in picture
-    assert "sequence length S" in picture
-
-
-def test_the_samples_chart_renders():
-    assert "sample" in svg(charts.samples_chart([3.0, 3.1, 2.9], "ms"))
 
 
 @pytest.mark.parametrize(
@@ -198,34 +163,6 @@ def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataF
     assert "title" not in scaling(one).to_dict()
 
 
-def test_a_legend_below_a_chart_names_its_series_with_their_looks(rows: pd.DataFrame):
-    name = "Scalable-Flash-NSA, window by flash-attn-4 in an environment of its own, with a suffix"
-    chosen = measured(rows).replace({"implementation": {"naive": name}})
-    with_legend, entries = scaling_chart(chosen, fitted(chosen), SHARED.of("time"))
-    without, same = scaling_chart(chosen, fitted(chosen), SHARED.of("time"), legend=False)
-    assert entries == same
-    assert [name for name, _ in entries] == series(with_legend) == series(without)
-    assert {name.split(" ")[0]: tuple(look) for name, look in entries} == looks_in(without)
-    assert all(encoding["color"]["legend"] is None for encoding in encodings(without) if "shape" in encoding)
-    assert name in svg(with_legend)  # it is not cut
-
-
-def test_local_exponents_of_one_look_differ_by_the_dashes_in_their_legend(rows: pd.DataFrame):
-    fits = fitted(rows[(rows["origin"] == "measured") & (rows["metric"] == "time")])
-    _, entries = charts.local_chart(fits, SHARED)
-    assert len({name for name, _ in entries}) == len(entries) > 3
-    assert any(name.endswith("– –") for name, _ in entries)
-
-
-@pytest.mark.parametrize(("name", "lines"), [("naive", False), ("native-sparse-attention-triton-of-somebody", True)])
-def test_long_names_beside_exponents_take_two_lines(rows: pd.DataFrame, name: str, lines: bool):
-    chart = charts.exponent_chart(fitted(measured(rows).replace({"implementation": {"naive": name}})), SHARED)
-    axes = [encoding.get("y", {}).get("axis") or {} for encoding in encodings(chart)]
-    assert any("labelExpr" in axis for axis in axes) is lines
-    picture = svg(chart)
-    assert all(text in picture for text in ("linear", "chunked · time", name))
-
-
 def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame):
     fits = fitted(measured(rows).query("metric == 'time'"))
     chart, _ = charts.local_chart(fits, SHARED)
@@ -235,14 +172,3 @@ def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame)
     assert naive["2K to 4K"] == pytest.approx(2, abs=0.1)
     with pytest.raises(ValueError, match="none to draw"):
         charts.local_chart(fits[:0], SHARED)
-
-
-@pytest.mark.parametrize("more", [-3.0, 0.0, 3.0])
-def test_no_local_exponent_is_on_the_edge_where_its_mark_would_be_cut(rows: pd.DataFrame, more: float):
-    fits = fitted(measured(rows).query("metric == 'time'"))
-    moved = [[replace(slope, exponent=slope.exponent + more) for slope in slopes] for slopes in fits["local"]]
-    chart, _ = charts.local_chart(fits.assign(local=moved), SHARED)
-    low, high = next(encoding["y"]["scale"]["domain"] for encoding in encodings(chart) if "y" in encoding)
-    shown = [row["exponent"] for row in data(chart, "range")]
-    assert low + 0.1 < min(shown)
-    assert max(shown) < high - 0.1

