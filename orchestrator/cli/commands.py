@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
@@ -30,6 +30,7 @@ UsageError: Any = typer.BadParameter.__base__
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
 _TARGET = "TARGET, or TARGET/HARDWARE"
+_SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
 
 Run = Annotated[
     str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
@@ -381,6 +382,36 @@ def report(
         else:
             reports.write_report(store, run_ids, out)
             say(f"wrote {out}")
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(help=_SIDE)],
+    others: Annotated[list[str], typer.Argument(help="what to hold against it, each as the first")],
+    metric: Annotated[str, typer.Option(help="the quantity to compare")] = "time",
+    threshold: Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")] = 2.0,
+    format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
+) -> None:
+    """Compare runs or commits cell by cell. Exit 0: nothing got worse; 1: a cell did; 3: one is ambiguous."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_side, open_store
+    from orchestrator.report import compare as comparing
+    from orchestrator.report.compare import Change
+
+    with open_store() as store:
+        sides = [find_side(store, text) for text in (first, *others)]
+        found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
+    for each in found:
+        for table in (comparing.cells_table(each), comparing.differences_table(each)):
+            if format == "md":
+                say(f"### {table.title}\n\n{table.note}\n\n{table.markdown()}\n")
+            else:
+                if table.rows:
+                    console.out.print(table.rich())
+                if table.note:
+                    say(table.note)
+    changes = {cell.change for each in found for cell in each.cells}
+    raise typer.Exit(1 if Change.WORSE in changes else 3 if Change.AMBIGUOUS in changes else 0)
 
 
 def _from_template(store: Store, template: Path, run_ids: Sequence[str], out: Path | None) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 from jobs.schema.plain_text import shown
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
+from orchestrator.report.compare import Side
 from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.store import Store, queries
+
+_COMMIT = 7  # hexadecimal digits by which a commit may be named
 
 
 def open_store(settings: Settings | None = None, *, create: bool = False, readonly: bool = True) -> Store:
@@ -49,6 +52,20 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
     if texts:
         return [find_run(store, text) for text in texts]
     return list(queries.run_ids(store, origin=Origin.MEASURED))
+
+
+def find_side(store: Store, text: str) -> Side:
+    """The run that `text` names, as for `find_run`; else the measured runs of the commit that begins so.
+
+    Raises:
+        UserError: neither, or more than one.
+    """
+    runs = queries.runs(store, origin=Origin.MEASURED)
+    commits = runs["git_commit"].fillna("")
+    if len(text) >= _COMMIT and (of_commit := runs.loc[commits.str.startswith(text), "run_id"].tolist()):
+        return Side(f"commit {text}", tuple(of_commit))
+    run_id = find_run(store, text)
+    return Side(run_id, (run_id,))
 
 
 def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:

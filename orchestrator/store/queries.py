@@ -104,7 +104,7 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
-    more = (Run.spec, Run.spec_hash, Run.code_hash, Run.artifacts, Run.artifact_store)
+    more = (Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store)
     return next(iter(_mappings(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 
@@ -336,6 +336,7 @@ def _runs(chosen: Select) -> Select:
         Run.git_commit,
         Run.git_branch,
         Run.git_dirty,
+        Run.spec_hash,
         Run.host,
         Run.submission_id,
         Run.resumed,

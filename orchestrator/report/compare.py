@@ -1,0 +1,310 @@
+"""Comparison of runs or commits, cell by cell: which implementation got slower, where, and how sure that is.
+
+A cell is a point's implementation, shape, length, pass and mode. Its ratio is the Hodges-Lehmann shift of the
+logarithms of both sides' samples (the median of all quotients) with its interval. It is a difference if the Mann-
+Whitney test finds it, among all cells at a false-discovery rate of 1 % (Benjamini and Hochberg 1995), *and* it is
+worth speaking of and beyond the cell's noise floor: samples of one process lie closer together than those of two,
+so the floor is how far runs of one commit and spec have been apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.schema.axes import AXES, MORE, more_columns
+from jobs.schema.plain_text import shortened
+from jobs.schema.quantities import Better, Quantity, readable
+from jobs.schema.states import Origin
+from orchestrator.errors import UserError
+from orchestrator.judge.analysis import surroundings
+from orchestrator.report.content import flat
+from orchestrator.report.series import shape, text
+from orchestrator.report.table import Table
+from orchestrator.store import Store, queries
+
+FALSE_DISCOVERIES = 0.01
+_FEWEST = 6  # samples of a side: fewer have no p-value below 0.01
+_MOST = 200  # samples of a side whose quotients are all taken
+_Z = 1.96
+_VALUE = 60  # characters of a value that differs
+_OF_A_RUN = ("host", "spec.name", "variables.NSA_", "gpu.uuid", "gpu.sm_clock_mhz")
+
+Cell = tuple[tuple[str, Any], ...]
+Samples = NDArray[np.float64]
+
+
+class Change(StrEnum):
+    """How a cell of one side stands to that of the first."""
+
+    SAME = "same"
+    BETTER = "better"
+    WORSE = "worse"
+    AMBIGUOUS = "ambiguous"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One column of a comparison: a run, or the runs of a commit, the newest of each cell."""
+
+    name: str
+    run_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell as one side measured it; `gpu` and `route` are what a ratio does not pass over in silence."""
+
+    point_id: str
+    samples: Samples
+    gpu: str | None
+    route: str
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.samples))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A cell of two sides.
+
+    Attributes:
+        ratio, low, high: the other side's value divided by the first one's, and its 95 % interval (with fewer than 6
+            samples of a side the range of all quotients); NaN where they are not compared.
+        p: of the Mann-Whitney test; 1 with too few samples.
+        threshold: a ratio beyond 1 ± this is a difference.
+        note: what is unlike between the sides.
+    """
+
+    cell: Cell
+    first: Measured
+    other: Measured
+    ratio: float
+    low: float
+    high: float
+    p: float
+    threshold: float
+    note: str = ""
+    change: Change = Change.AMBIGUOUS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cells of two sides.
+
+    Attributes:
+        missing: the number of cells that a side lacks, by its name.
+        differences: what differs in the environments: its name -> the values of both.
+    """
+
+    first: Side
+    other: Side
+    quantity: Quantity
+    cells: tuple[Compared, ...]
+    missing: Mapping[str, int]
+    differences: Mapping[str, tuple[str, str]]
+
+
+def compare(
+    store: Store, first: Side, others: Sequence[Side], metric: str = "time", threshold: float = 0.02
+) -> list[Comparison]:
+    """Each of the others beside the first side.
+
+    Args:
+        metric: name of the quantity.
+        threshold: the smallest difference worth speaking of, as a share; larger where a cell's noise floor is.
+
+    Raises:
+        UserError: a side has no value of the metric.
+    """
+    floors = _noise(store, first, others, metric)
+    quantity = queries.quantities(store, first.run_ids).of(metric)
+    base, comparisons = _measured(store, first, metric), []
+    for other in others:
+        beside = _measured(store, other, metric)
+        pairs = [
+            paired(cell, one, beside[cell], max(threshold, floors.get(cell, 0.0)))
+            for cell, one in base.items()
+            if cell in beside
+        ]
+        missing = {first.name: len(beside.keys() - base.keys()), other.name: len(base.keys() - beside.keys())}
+        cells = judged(pairs, quantity.better or Better.LOWER)
+        comparisons.append(Comparison(first, other, quantity, cells, missing, _differences(store, cells)))
+    return comparisons
+
+
+def paired(cell: Cell, first: Measured, other: Measured, threshold: float) -> Compared:
+    """A cell of two sides, its change not yet judged."""
+    if first.gpu != other.gpu:
+        note = f"not divided: {first.gpu or 'CPU'} and {other.gpu or 'CPU'}"
+        return Compared(cell, first, other, math.nan, math.nan, math.nan, 1.0, threshold, note)
+    from scipy.stats import mannwhitneyu  # takes long to import
+
+    below, above = np.log(_some(first.samples)), np.log(_some(other.samples))
+    shifts = np.sort(np.subtract.outer(above, below), axis=None)
+    number, total = below.size * above.size, below.size + above.size
+    if min(below.size, above.size) < _FEWEST:
+        outside, p = 0, 1.0
+    else:
+        outside = max(0, math.floor(number / 2 - _Z * math.sqrt(number * (total + 1) / 12)))
+        p = float(mannwhitneyu(below, above).pvalue)
+    low, ratio, high = (float(np.exp(each)) for each in (shifts[outside], np.median(shifts), shifts[-1 - outside]))
+    note = "" if first.route == other.route else f"another route: {first.route or 'none'}, then {other.route or 'none'}"
+    return Compared(cell, first, other, ratio, low, high, p, threshold, note)
+
+
+def judged(cells: Sequence[Compared], better: Better) -> tuple[Compared, ...]:
+    """The cells with their changes, the share of false alarms held over all of them."""
+    if not cells:
+        return ()
+    from scipy.stats import false_discovery_control
+
+    found = false_discovery_control([cell.p for cell in cells]) <= FALSE_DISCOVERIES
+    return tuple(
+        replace(cell, change=_change(cell, bool(sure), better)) for cell, sure in zip(cells, found, strict=True)
+    )
+
+
+def _change(cell: Compared, sure: bool, better: Better) -> Change:
+    exact = cell.first.samples.size == cell.other.samples.size == 1 and cell.first.median == cell.other.median
+    if exact or (cell.low > 1 - cell.threshold and cell.high < 1 + cell.threshold):
+        return Change.SAME
+    if not sure or abs(cell.ratio - 1) <= cell.threshold:
+        return Change.SAME if sure else Change.AMBIGUOUS
+    return Change.BETTER if (cell.ratio < 1) == (better is Better.LOWER) else Change.WORSE
+
+
+def _some(samples: Samples) -> Samples:
+    """At most 200 quantiles of samples."""
+    return samples if samples.size <= _MOST else np.quantile(samples, np.linspace(0, 1, _MOST))
+
+
+def _measured(store: Store, side: Side, metric: str) -> dict[Cell, Measured]:
+    """What a side measured of each cell; of several runs the newest."""
+    cells: dict[Cell, Measured] = {}
+    for run_id in sorted(side.run_ids):
+        cells |= _cells(store, run_id, metric)
+    if not cells:
+        raise UserError(
+            f"--metric: {metric!r}: {side.name} has no positive value of it; `nsa show RUN --point N` lists them"
+        )
+    return cells
+
+
+def _cells(store: Store, run_id: str, metric: str) -> dict[Cell, Measured]:
+    values = {
+        row["point_id"]: np.array(row["samples"] or [row["value"]], dtype=float)
+        for row in queries.run_metrics(store, run_id).to_dict("records")
+        if row["name"] == metric
+    }
+    cells = {}
+    for row in queries.points(store, run_id).to_dict("records"):
+        samples = values.get(row["point_id"])
+        if samples is not None and (samples > 0).all():
+            route = ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
+            cells[_cell(row)] = Measured(row["point_id"], samples, row["gpu"], route)
+    return cells
+
+
+def _cell(row: Mapping[Any, Any]) -> Cell:
+    """The coordinates of a point, those that it has."""
+    names = ["kind", *(axis.name for axis in AXES), *more_columns(row)]
+    return tuple((name, value) for name in names if (value := text(row.get(name))))
+
+
+def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> dict[Cell, float]:
+    """The noise floor of each cell: how far apart medians of runs of one commit have been, as a share."""
+    runs = queries.runs(store, origin=Origin.MEASURED)
+    names = runs.loc[runs["run_id"].isin(first.run_ids), "name"]
+    compared = [run_id for other in others for run_id in other.run_ids]  # of the same commit, perhaps
+    alike = runs[runs["name"].isin(names) & (runs["git_dirty"] == 0) & ~runs["run_id"].isin(compared)]
+    commits = {
+        run_id: commit
+        for commit, group in alike.groupby(["spec_hash", "git_commit"])["run_id"]
+        if len(group) > 1
+        for run_id in group
+    }
+    values: dict[tuple[Cell, Any, Any], list[float]] = defaultdict(list)
+    for row in queries.measurements(store, run_ids=list(commits)).to_dict("records"):
+        if row["metric"] == metric and row["value"] > 0:
+            values[_cell(row), row["gpu"], commits[row["run_id"]]].append(row["value"])
+    floors: dict[Cell, float] = {}
+    for (cell, *_), found in values.items():
+        floors[cell] = max(floors.get(cell, 0.0), max(found) / min(found) - 1)
+    return floors
+
+
+def _differences(store: Store, cells: Sequence[Compared]) -> dict[str, tuple[str, str]]:
+    """What differs between the specs and the environments of the first cell's points."""
+    if not cells:
+        return {}
+    one, two = (_surroundings(store, side.point_id) for side in (cells[0].first, cells[0].other))
+    names = [name for name in one | two if one.get(name) != two.get(name)]
+    return {name: (one.get(name, "-"), two.get(name, "-")) for name in names}
+
+
+def _surroundings(store: Store, point_id: str) -> dict[str, str]:
+    run, point = queries.run(store, point_id.rpartition("/")[0]), queries.point(store, point_id)
+    assert run is not None
+    assert point is not None
+    commit = f"{run['git_commit']}, with changes that are not committed" if run["git_dirty"] else run["git_commit"]
+    values = {"commit": commit, **flat(run["spec"] or {}, "spec."), **flat(point["environment"])}
+    return {name: shortened(str(value), _VALUE) for name, value in values.items() if not name.startswith(_OF_A_RUN)}
+
+
+def word(change: Change, quantity: Quantity) -> str:
+    """A change in a word: of times "slower" and "faster", of all else "worse" and "better"."""
+    if quantity.unit in ("ms", "s", "tok/s"):
+        return {Change.BETTER: "faster", Change.WORSE: "slower"}.get(change, change.value)
+    return change.value
+
+
+def cells_table(comparison: Comparison) -> Table:
+    """The cells, those that differ most first."""
+    quantity, rows = comparison.quantity, []
+    order = (Change.WORSE, Change.BETTER, Change.AMBIGUOUS, Change.SAME)
+    for each in sorted(comparison.cells, key=lambda each: (order.index(each.change), -abs(np.log(each.ratio)))):
+        values = dict(each.cell)
+        at = [values.get(name, "") for name in ("implementation", "pass", "seq_len", "batch", "dtype")]
+        medians = [readable(side.median, quantity.unit) for side in (each.first, each.other)]
+        ratio = "" if math.isnan(each.ratio) else f"{each.ratio:.3f} ({each.low:.3f} – {each.high:.3f})"
+        result = word(each.change, quantity) + (f"; {each.note}" if each.note else "")
+        own = [f"{name.removeprefix(MORE)} {values[name]}" for name in more_columns(values)]
+        where = ", ".join(filter(None, [shape(values), *own, *surroundings(values)]))
+        rows.append([at[0], at[1], where, *at[2:], *medians, ratio, result])
+    columns = ["implementation", "pass", "shape", "S", "batch", "dtype", "before", "after", "ratio", "result"]
+    title = f"{quantity.title}: {comparison.other.name} after {comparison.first.name}"
+    return Table(title, summary(comparison), columns, rows)
+
+
+def differences_table(comparison: Comparison) -> Table:
+    """What else differs between the sides."""
+    rows = [[name, *values] for name, values in comparison.differences.items()]
+    return Table("What else differs", "", ["", comparison.first.name, comparison.other.name], rows)
+
+
+def summary(comparison: Comparison) -> str:
+    """The result in a line: "12 cells: 2 slower, 1 faster, 9 same; mean ratios: dense 0.999, triton 1.011"."""
+    cells, parts = comparison.cells, []
+    for change in (Change.WORSE, Change.BETTER, Change.AMBIGUOUS, Change.SAME):
+        if number := sum(cell.change is change for cell in cells):
+            parts.append(f"{number} {word(change, comparison.quantity)}")
+    means = []
+    for name in sorted({dict(each.cell).get("implementation", "") for each in cells}):
+        logs = [
+            math.log(each.ratio)
+            for each in cells
+            if dict(each.cell).get("implementation", "") == name and each.ratio > 0
+        ]
+        means += [f"{name} {math.exp(sum(logs) / len(logs)):.3f}"] if logs else []
+    lacking = [f"{name} lacks {number} cells" for name, number in comparison.missing.items() if number]
+    text = f"{len(cells)} cells: {', '.join(parts) or 'none in common'}"
+    return "; ".join([text, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])

@@ -1,0 +1,121 @@
+"""Comparison of runs and commits: few false alarms, small slowdowns found, unlike cells never divided."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nsa_command import nsa
+
+from jobs.schema.quantities import Better
+from jobs.schema.states import PointState, RunState
+from orchestrator.report.compare import Change, Compared, Measured, Samples, Side, compare, judged, paired
+from orchestrator.store import Store
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+
+CELLS = 24
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+AT = datetime(2026, 11, 20, tzinfo=UTC)
+
+
+def samples(random: np.random.Generator, number: int = 20) -> Samples:
+    """Times of a process: 0.4 % apart, now and then an outlier, and a level of the process's own."""
+    level = random.normal(0, 0.002)
+    return np.asarray(np.exp(level + random.normal(0, 0.004, number)) + (random.random(number) < 0.05) * 0.3, float)
+
+
+def changes(random: np.random.Generator, slower: int = 0, number: int = 20) -> list[Change]:
+    """The changes of 24 cells of which so many got 3 % slower."""
+
+    def measured(factor: float = 1.0) -> Measured:
+        return Measured("r/0", factor * samples(random, number), H200, "")
+
+    pairs = [paired((), measured(), measured(1.03 if cell < slower else 1.0), 0.02) for cell in range(CELLS)]
+    return [cell.change for cell in judged(pairs, Better.LOWER)]
+
+
+def test_repeats_of_a_commit_raise_no_alarm_and_a_slowdown_of_3_percent_is_found() -> None:
+    random = np.random.default_rng(7)
+    again = [change for _ in range(20) for change in changes(random)]
+    assert sum(change in (Change.WORSE, Change.BETTER) for change in again) <= 0.01 * len(again)
+    assert again.count(Change.SAME) > 0.9 * len(again)
+    found = [change for _ in range(20) for change in changes(random, slower=3)[:3]]
+    assert found.count(Change.WORSE) >= 0.95 * len(found)
+
+
+def test_few_samples_prove_no_difference() -> None:
+    found = changes(np.random.default_rng(7), slower=CELLS, number=4)
+    assert set(found) == {Change.AMBIGUOUS}
+
+
+def one(first: Samples, other: Samples, better: Better = Better.LOWER, **unlike: str) -> Compared:
+    sides = [Measured("r/0", each, H200, "cmp triton") for each in (first, other)]
+    [cell] = judged(
+        [paired((), sides[0], Measured("r/1", other, **{"gpu": H200, "route": "cmp triton"} | unlike), 0.02)], better
+    )
+    return cell
+
+
+def test_a_ratio_has_a_direction_and_an_interval() -> None:
+    before = samples(np.random.default_rng(7))
+    slower = one(before, 1.1 * before)
+    assert slower.low < slower.ratio < slower.high
+    assert slower.ratio == pytest.approx(1.1, rel=0.01)
+    assert slower.change is Change.WORSE
+    assert one(before, 1.1 * before, Better.HIGHER).change is Change.BETTER
+    assert one(np.array([512.0]), np.array([512.0])).change is Change.SAME, "one exact value, as of memory"
+
+
+def test_unlike_cards_are_not_divided_and_another_route_is_named() -> None:
+    before = samples(np.random.default_rng(7))
+    other = one(before, before, gpu=H100)
+    assert (other.change, other.note) == (Change.AMBIGUOUS, f"not divided: {H200} and {H100}")
+    assert np.isnan(other.ratio)
+    assert one(before, before, route="cmp chunked").note == "another route: cmp triton, then cmp chunked"
+
+
+def records(run_id: str, commit: str, day: int, factors: dict[int, float], driver: str = "580") -> list[Record]:
+    """A run with a point of each length, of 20 times around S x factor."""
+    at = AT + timedelta(days=day)
+    run: dict[str, Any] = {"run_id": run_id, "at": at}
+    begin = RunRecord(**run, name="bench", kind="bench", spec={}, spec_hash="5", git_commit=commit, git_dirty=False)
+    found: list[Record] = [begin]
+    for number, (length, factor) in enumerate(factors.items()):
+        point: dict[str, Any] = run | {"point_id": f"{run_id}/{number}"}
+        axes = {"implementation": "triton", "pass_": "forward", "seq_len": length, "query_heads": 12, "kv_heads": 2}
+        found.append(PointRecord(**point, index=number, key=f"{number}", label="p", config={}, axes=axes))
+        times = tuple(factor * length * samples(np.random.default_rng(100 * day + number)))
+        metric = MetricData(name="time", unit="ms", value=float(np.median(times)), samples=times)
+        environment = {"gpu": {"name": H200, "driver": driver}}
+        found.append(OutcomeRecord(**point, attempt=1, state=PointState.OK, metrics=(metric,), environment=environment))
+    return [*found, RunEndRecord(**run, state=RunState.DONE)]
+
+
+def test_runs_of_one_commit_set_the_noise_floor_of_a_cell(sqlite_store: Store) -> None:
+    sqlite_store.apply_many(records("a", "c" * 40, 0, {2048: 1.0, 8192: 1.0, 512: 1.0}))
+    sqlite_store.apply_many(records("b", "c" * 40, 1, {2048: 1.15, 8192: 1.0}))
+    sqlite_store.apply_many(records("new", "d" * 40, 2, {2048: 1.12, 8192: 1.12, 99: 1.0}, driver="590"))
+    [found] = compare(sqlite_store, Side("a", ("a",)), [Side("new", ("new",))])
+    judged = {dict(cell.cell)["seq_len"]: cell.change for cell in found.cells}
+    assert judged == {"2048": Change.SAME, "8192": Change.WORSE}, "2,048 has been 15 % apart without a change"
+    assert found.missing == {"a": 1, "new": 1}
+    assert found.differences == {"commit": ("c" * 40, "d" * 40), "gpu.driver": ("580", "590")}
+
+
+def test_a_commit_is_compared_by_a_command(
+    sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite_store.apply_many(records("a", "c" * 40, 0, {2048: 1.0, 8192: 1.0}))
+    sqlite_store.apply_many(records("new", "d" * 40, 2, {2048: 1.0, 8192: 1.05}))
+    monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{tmp_path / 'nsa.db'}")
+    done = nsa("compare", "ccccccc", "ddddddd", "--format", "md")
+    assert done.code == 1
+    assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
+    assert "| triton | forward | 12/2 heads | 8192 |" in done.out
+    assert nsa("compare", "a", "a").code == 0
+    assert nsa("compare", "a", "new", "--metric", "nonsense").err.startswith(
+        "error: --metric: 'nonsense': a has no posit"
+    )
