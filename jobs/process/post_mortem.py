@@ -6,14 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from jobs.process import stacks
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _TAIL_BYTES = 1 << 16
 
 
@@ -30,26 +29,13 @@ def describe_exit(code: int | None) -> str:
 
 
 def oom_kills() -> int:
-    """A number that rises with every OOM kill by the kernel that this process can see; counters may overlap."""
-    count = 0
-    for path in _oom_counters():
-        with contextlib.suppress(OSError):
-            lines = (line.split() for line in path.read_text().splitlines())
-            count += sum(int(line[1]) for line in lines if line[:1] == ["oom_kill"])
-    return count
-
-
-def _oom_counters() -> Iterator[Path]:
-    """Files with OOM-kill counts: the host's, and the ones of this process's control groups (versions 2 and 1)."""
-    yield Path("/proc/vmstat")
-    yield _CGROUPS / "memory.events"  # a container's own group, mounted at the root
+    """A number that rises with every OOM kill by the kernel of this host, by its own limit or a control group's."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield _CGROUPS / path.lstrip("/") / "memory.events"
-            elif "memory" in controllers.split(","):
-                yield _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def tail(log: Path, lines: int) -> str:

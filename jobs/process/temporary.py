@@ -1,7 +1,7 @@
 """Folders of temporary files that end with the process that made them.
 
-A process that is killed leaves its folders, which may hold gigabytes of checkpoints. Each folder has a locked file,
-which the kernel unlocks when its process ends, however it does; the next folder that is made removes them.
+A process that is killed leaves its folders, which may hold gigabytes of checkpoints. Each folder is locked by its
+process, and unlocked by the kernel when that ends, however it does; the next folder that is made removes them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 POINT = "nsa-point-"
 RANK = "nsa-rank-"
-_LOCK = ".owner"
+_YOUNG_S = 2.0
 
 
 class Folder:
@@ -28,11 +29,9 @@ class Folder:
     def __init__(self, prefix: str) -> None:
         remove_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        new = self.path / f"{_LOCK}.new"  # renamed once it is locked: until then nobody takes the folder for abandoned
-        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a filesystem without locks: nobody else removes the folder
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            new.rename(self.path / _LOCK)
 
     def __enter__(self) -> Path:
         return self.path
@@ -55,11 +54,13 @@ def remove_abandoned() -> None:
 
 
 def _abandoned(entry: os.DirEntry[str]) -> bool:
-    """Whether a folder is this user's and its lock free; one without a lock is left alone."""
+    """Whether a folder is this user's and not locked; a young one may be about to be."""
     try:
-        if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+        status = entry.stat(follow_symlinks=False)
+        young = time.time() - status.st_mtime < _YOUNG_S
+        if not entry.is_dir(follow_symlinks=False) or status.st_uid != os.geteuid() or young:
             return False
-        lock = os.open(f"{entry.path}/{_LOCK}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:

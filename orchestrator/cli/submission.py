@@ -167,7 +167,7 @@ def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
                 raise alive from None
             note = f" in the database alone: {in_a_line(path)} cannot be written"
         if journal is not None:
-            store.apply_each(read(journal.path))  # the database may have missed some
+            store.apply_many(read(journal.path))  # the database may have missed some
         records = _endings(store, run_id)
         if journal is not None:
             journal.append(records)

@@ -1,4 +1,4 @@
-"""Copies of an attempt's files to the artifact store, and looks at them: in the background, as a store may hang."""
+"""Copies of an attempt's files to the artifact store, in the background, as a store may hang."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
-from orchestrator.artifact_url import is_local
 from orchestrator.background import BackgroundCall
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
 from orchestrator.messages import Assignment
@@ -117,42 +115,3 @@ class _Copy(BackgroundCall[ArtifactData]):
             return store.put(source, path, after_piece)
 
         super().__init__(copy)
-
-
-class Visibility:
-    """Whether files that other nodes kept in a folder are visible here: the first of each node is looked for.
-
-    Args:
-        store: the store's URL; None: no file is kept.
-    """
-
-    def __init__(self, store: str | None) -> None:
-        self._store = store if store is not None and is_local(store) else None
-        self._looks: dict[str, BackgroundCall[bool]] = {}
-
-    def add(self, node: str | None, path: str) -> None:
-        """Have a kept file looked for."""
-        node = node or "another node"
-        if self._store is not None and node not in self._looks:
-            self._looks[node] = BackgroundCall(partial(_exists, ArtifactStore(self._store), path))
-
-    def warning(self, patience_s: float = 0.0) -> str | None:
-        """A sentence, once a run, about a folder that is not the same one here and on a node; else None.
-
-        Args:
-            patience_s: seconds to wait for the looks that remain, at the run's end.
-        """
-        deadline = time.monotonic() + patience_s
-        for node, look in self._looks.items():
-            if look.done(max(0.0, deadline - time.monotonic())) and not look.result():
-                self._store, self._looks = None, {}
-                fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
-                return f"artifacts of node {node} are not visible here: {fix}"
-        return None
-
-
-def _exists(store: ArtifactStore, path: str) -> bool:
-    try:
-        return store.exists(path)
-    except ArtifactError:
-        return False

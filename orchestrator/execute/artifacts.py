@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -134,15 +134,6 @@ def fetch(url: str, files: Sequence[StoredFile], out: Path) -> list[str]:
     return problems
 
 
-class Place(NamedTuple):
-    """A file's path, relative to the store, and what it consists of."""
-
-    path: str
-    point: int
-    attempt: int
-    name: str
-
-
 class ArtifactStore:
     """The store at a URL (orchestrator.artifact_url.check). Contacts it when a file is written or read.
 
@@ -176,22 +167,6 @@ class ArtifactStore:
                 raise ArtifactError(f"{_quoted(source.name)}: its file shrank from {size:,} bytes while it was copied")
         return content.describe(source.name, path)
 
-    def files(self, run_id: str) -> list[Place]:
-        """The files of a run's points in the store, also those that no record names. Raises ArtifactError."""
-        target, names = self._at(run_id), []
-        with self._naming_store(run_id), contextlib.suppress(FileNotFoundError):
-            names = list(self._filesystem.find(target, maxdepth=3))
-        ours = re.compile(rf"(?:.*/)?({re.escape(run_id)}/([0-9]{{4,9}})/([1-9][0-9]{{0,8}})/({_NAME.pattern}))")
-        matches = filter(None, map(ours.fullmatch, names))
-        return sorted(Place(match[1], int(match[2]), int(match[3]), match[4]) for match in matches)
-
-    def describe(self, place: Place) -> ArtifactData:
-        """The description of a file in the store, which is read. Raises ArtifactError."""
-        content = _Content()
-        for piece in self._reading(place.path):
-            content.add(piece)
-        return content.describe(place.name, place.path)
-
     def pieces(self, path: str, size: int, sha256: str) -> Iterator[bytes]:
         """The content of a file, in pieces. The last one comes only if size and hash are right.
 
@@ -213,12 +188,6 @@ class ArtifactStore:
             raise ArtifactError(f"{path}: differs from the file that was kept (size or sha256); it was changed since")
         if held:
             yield held
-
-    def exists(self, path: str) -> bool:
-        """Whether the file is there. Raises ArtifactError for a path out of the store or a store that is away."""
-        target = self._at(path)
-        with self._naming_store(path):
-            return bool(self._filesystem.exists(target))
 
     def check_writable(self) -> None:
         """Write a file and remove it. Raises ArtifactError."""

@@ -1,4 +1,4 @@
-"""Waits until a point's GPUs are free again before they are handed to the next point.
+"""The GPUs of a slot: which they are, and whether they are free again before the next point gets them.
 
 NVML is asked in a thread, with a bound: where the driver is wedged, as by a kernel that never ends, it never answers.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pynvml
@@ -22,119 +21,112 @@ _FREE_WITHIN_S = 30.0
 _SLACK_BYTES = 256 << 20  # variation of the driver's own memory
 _ANSWER_S = 10.0  # without persistence mode the driver is loaded first
 _STOPPED_S = 1.0
-
-_unanswered: list[BackgroundCall[Any]] = []
+_ERRORS = (nvml.NvmlError, pynvml.NVMLError)
 
 
 class _SilentError(nvml.NvmlError):
     """NVML does not answer."""
 
 
-def visible(gpus: str | None, stopped: Callable[[], bool] = lambda: False) -> list[str]:
-    """GPU ids in a CUDA_VISIBLE_DEVICES value; None: all GPUs that this process sees."""
-    if gpus is not None:
-        return [part.strip() for part in gpus.split(",") if part.strip()]
-    try:
-        return _answer(nvml.visible_gpus, stopped)
-    except nvml.NvmlError:
-        return []
+class Gpus:
+    """The GPUs that the processes of a slot see.
 
-
-def misfit(gpus: Sequence[str], planned: str | None, stopped: Callable[[], bool] = lambda: False) -> str | None:
-    """Reason why a point that is planned for a card, as the probe named it, may not be measured on these GPUs.
-
-    None if it may, and where NVML cannot say which they are.
-    """
-    for gpu in gpus if planned else ():
-        try:
-            card = _answer(lambda gpu=gpu: nvml.describe(gpu), stopped).get("name")
-        except (nvml.NvmlError, pynvml.NVMLError):
-            continue
-        if card not in (planned, None):
-            fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
-            return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
-    return None
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Bytes in use on each GPU before a child was started; None where NVML cannot say.
+    Args:
+        visible: their CUDA_VISIBLE_DEVICES; None: all GPUs that this process sees.
+        stopped: polled several times a second; once true, NVML is waited for 1 s at most.
 
     Attributes:
-        problem: an obstacle to report after the point: what is not known because NVML did not answer.
+        ids: NVML's.
     """
 
-    used: dict[str, int] | None
-    problem: str | None = None
+    def __init__(self, visible: str | None, stopped: Callable[[], bool] = lambda: False) -> None:
+        self._stopped = stopped
+        self._unanswered: BackgroundCall[Any] | None = None
+        self._used: dict[str, int] = {}  # bytes in use before the slot's process; {}: unknown
+        self._problem: str | None = None  # why it is unknown, if NVML did not answer
+        self.ids = [part.strip() for part in (visible or "").split(",") if part.strip()]
+        if visible is None:
+            try:
+                self.ids = self._ask(nvml.visible_gpus)
+            except _ERRORS:
+                self.ids = []
 
-    @classmethod
-    def take(cls, gpu_ids: Collection[str], stopped: Callable[[], bool] = lambda: False) -> Baseline:
-        def used() -> dict[str, int]:
-            with nvml.session():
-                return {gpu: _used(gpu) for gpu in gpu_ids}
+    def misfit(self, planned: str | None) -> str | None:
+        """Reason why a point that is planned for a card, as the probe named it, may not be measured on these GPUs.
 
-        if not gpu_ids:
-            return cls({})
+        None if it may, and where NVML cannot say which they are.
+        """
+        for gpu in self.ids if planned else ():
+            try:
+                card = self._ask(lambda gpu=gpu: nvml.describe(gpu)).get("name")
+            except _ERRORS:
+                continue
+            if card not in (planned, None):
+                fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+                return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
+        return None
+
+    def note_use(self) -> None:
+        """Note the memory in use, before a process of the slot is started."""
+        self._used, self._problem = {}, None
         try:
-            return cls(_answer(used, stopped))
+            self._used = self._ask(lambda: _used(self.ids)) if self.ids else {}
         except _SilentError as err:
-            return cls(None, f"{err}; whether the point's GPUs are free is not known")
-        except (nvml.NvmlError, pynvml.NVMLError):
-            return cls(None)
+            self._problem = f"{err}; whether the point's GPUs are free is not known"
+        except _ERRORS:
+            pass
 
-    def wait_free(self, pids: Collection[int], stopped: Callable[[], bool] = lambda: False) -> str | None:
-        """Wait until no process of `pids` holds a CUDA context and the memory in use is back at the baseline.
-
-        Args:
-            stopped: polled several times a second; once true, 1 s is waited at most.
+    def wait_free(self, pids: Collection[int]) -> str | None:
+        """Wait until no process of `pids` holds a CUDA context and the memory in use is what it was before.
 
         Returns:
             None once that is so (or NVML cannot say); after 30 s the obstacle, as a sentence.
         """
-        if not self.used:
-            return self.problem
-        begun, used = time.monotonic(), self.used
-        while True:
+        begun, problem = time.monotonic(), self._problem
+        while self._used:
             try:
-                problem = _answer(lambda: _not_free(used, pids), stopped)
+                problem = self._ask(lambda: self._obstacle(pids))
             except _SilentError as err:
-                problem = f"{err}, and GPU {', '.join(used)} may be in use"
-            except (nvml.NvmlError, pynvml.NVMLError):
+                problem = f"{err}, and GPU {', '.join(self._used)} may be in use"
+            except _ERRORS:
                 return None
             passed = time.monotonic() - begun
             if problem is None:
                 return None
-            if passed > (_STOPPED_S if stopped() else _FREE_WITHIN_S):
+            if passed > (_STOPPED_S if self._stopped() else _FREE_WITHIN_S):
                 return f"{problem} after {passed:.0f} s; the next point on it may find less memory"
             time.sleep(0.2)
+        return problem
 
-
-def _not_free(used: dict[str, int], pids: Collection[int]) -> str | None:
-    with nvml.session():
-        for gpu, before in used.items():
-            if holders := set(pids) & set(nvml.compute_pids(nvml.handle(gpu))):
-                return f"GPU {gpu} still lists process {min(holders)} of the ended point"
-            # In a container NVML lists the host's process ids: only the memory is comparable.
-            if (excess := _used(gpu) - before) > _SLACK_BYTES:
+    def _obstacle(self, pids: Collection[int]) -> str | None:
+        with nvml.session():
+            for gpu in self.ids:
+                if holders := set(pids) & set(nvml.compute_pids(nvml.handle(gpu))):
+                    return f"GPU {gpu} still lists process {min(holders)} of the ended point"
+        # In a container NVML lists the host's process ids: only the memory is comparable.
+        for gpu, used in _used(self.ids).items():
+            if (excess := used - self._used[gpu]) > _SLACK_BYTES:
                 return f"GPU {gpu} still has {excess >> 20} MiB more in use than before the point"
-    return None
+        return None
 
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of NVML. While one is missing, no other question is put: it would wait, too, in one more thread.
 
-def _used(gpu: str) -> int:
-    return int(pynvml.nvmlDeviceGetMemoryInfo(nvml.handle(gpu)).used)
-
-
-def _answer(question: Callable[[], T], stopped: Callable[[], bool]) -> T:
-    """The answer of NVML. While a question has none, no other is asked: it would wait, too, and leave one more thread.
-
-    Raises:
-        NVMLError, NvmlError: as the question; _SilentError: there is no answer in time.
-    """
-    if any(not call.done() for call in _unanswered):
+        Raises:
+            NVMLError, NvmlError: as the question; _SilentError: there is no answer in time.
+        """
+        if self._unanswered is None or self._unanswered.done():
+            call, begun = BackgroundCall(question), time.monotonic()
+            while not call.done(0.1):
+                if time.monotonic() - begun > (_STOPPED_S if self._stopped() else _ANSWER_S):
+                    self._unanswered = call
+                    break
+            else:
+                return call.result()
         raise _SilentError("NVML does not answer")
-    call, begun = BackgroundCall(question), time.monotonic()
-    while not call.done(0.1):
-        if time.monotonic() - begun > (_STOPPED_S if stopped() else _ANSWER_S):
-            _unanswered[:] = [call]
-            raise _SilentError("NVML does not answer")
-    return call.result()
+
+
+def _used(gpus: Sequence[str]) -> dict[str, int]:
+    """Bytes in use on each GPU."""
+    with nvml.session():
+        return {gpu: int(pynvml.nvmlDeviceGetMemoryInfo(nvml.handle(gpu)).used) for gpu in gpus}

@@ -17,7 +17,6 @@ LEAST_PIECE_S = 2.0
 _MOST_PIECES = 1000  # of a series before its pieces begin to grow, so that the journal grows no faster than the samples
 _PACE_WINDOW_S = 60.0
 _PACE_STEP_S = 1.0
-_MOST_PHASES = 100  # whose pace is remembered, the latest
 
 
 class LiveSeries:
@@ -84,7 +83,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Count] = {}  # by phase, the latest last
+        self._counts: dict[str, _Count] = {}  # by phase
 
     def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
         """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.
@@ -96,41 +95,34 @@ class Pace:
         if interrupted and phase == CHECKPOINT:
             count = max(interrupted, key=lambda count: count.total)
             return count.done, count.total, count.rate(clock)
-        count = self._counts.pop(phase, None)
-        if count is None or done < count.done:  # it begins, or anew
-            count = _Count(clock)
-        self._counts[phase] = count
-        if len(self._counts) > _MOST_PHASES:  # of a kind that names each step
-            del self._counts[next(iter(self._counts))]
+        if phase not in self._counts or done < self._counts[phase].done:  # it begins, or anew
+            self._counts[phase] = _Count(clock)
+        count = self._counts[phase]
         count.note(clock, done, total)
         return done, total, count.rate(clock)
 
 
 class _Count:
-    """Steps of a phase over the last minute, or the later half of the phase if that is longer.
-
-    The first steps seen count until there are others: they include compilation.
-    """
+    """Steps of a phase over the last minute, or the later half of the phase if that is longer."""
 
     def __init__(self, clock: float) -> None:
         self.done = self.total = 0
         self._begun = clock
-        self._first: tuple[float, int] | None = None  # where the first steps began, once they have been seen
-        self._seen: deque[tuple[float, int]] = deque()
+        self._seen: deque[tuple[float, int]] = deque()  # time and steps done then, about sixty
+        self._compiled = False
 
     def note(self, clock: float, done: int, total: int) -> None:
         self.done, self.total = done, total
-        if self._first is None and self._seen and done > self._seen[0][1]:
-            self._first = self._seen[0]
-            self._seen.clear()
         window = max(_PACE_WINDOW_S, (clock - self._begun) / 2)
         if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S * window / _PACE_WINDOW_S:
             self._seen.append((clock, done))
+        if len(self._seen) == 3 and not self._compiled:  # the first steps include compilation
+            self._seen.popleft()
+            self._compiled = True
         while len(self._seen) > 2 and clock - self._seen[0][0] > window:
             self._seen.popleft()
 
     def rate(self, clock: float) -> float | None:
         """Steps a second until now; None where it is unknown."""
-        begun, first = self._first if self._first is not None and len(self._seen) == 1 else self._seen[0]
-        seconds, steps = clock - begun, self.done - first
+        seconds, steps = clock - self._seen[0][0], self.done - self._seen[0][1]
         return steps / seconds if steps and seconds >= _PACE_STEP_S else None

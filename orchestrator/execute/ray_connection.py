@@ -17,7 +17,7 @@ from jobs.specs.spec import JobSpec
 from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_token
-from orchestrator.execute.ray_folder import answers, frozen_node, listens, local_address, on_loopback_alone, own_address
+from orchestrator.execute.ray_folder import answers, listens, local_address, on_loopback_alone, own_address
 from orchestrator.execute.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 
@@ -122,11 +122,6 @@ def _answering_address(settings: Settings) -> str:
         raise UserError(
             f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
             "correct it, restart the cluster or use --local"
-        )
-    if node := frozen_node(address):
-        raise UserError(
-            f"NSA_RAY_ADDRESS: {address!r}: its node on this host (process {node}) answers nothing; restart the "
-            "cluster or use --local"
         )
     return address
 

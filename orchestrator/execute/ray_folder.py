@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import selectors
 import shutil
 import socket
 import stat
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -77,40 +74,13 @@ def own_address() -> str | None:
 
     Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
     """
-    own = [(raylet.info["create_time"], head) for raylet, head in _raylets() if raylet.info["uids"].real == os.getuid()]
-    return max(own)[1] if own else None
-
-
-def frozen_node(address: str) -> int | None:
-    """The process of the node, on this host, that a driver of the cluster at `address` connects to, if it hangs.
-
-    None also where it cannot be looked at. Ray waits for it in a way that stops all of Python's threads, and after half
-    a minute ends the process.
-    """
-    port = address.rpartition(":")[2]
-    here = [raylet for raylet, head in _raylets() if head.rpartition(":")[2] == port]
-    heads = [raylet for raylet in here if "--head" in raylet.info["cmdline"]]  # Ray's choice; else it takes any
-    silent = [raylet.pid for raylet in heads or here if not _serves(raylet)]
-    return silent[0] if silent and len(silent) == len(heads or here) else None
-
-
-def _raylets() -> Iterator[tuple[psutil.Process, str]]:
-    """Ray's nodes on this host, each with the address of its cluster."""
+    started: list[tuple[float, str]] = []
     for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
-        if process.info["name"] == "raylet" and process.info["uids"]:
-            for argument in process.info["cmdline"] or ():
-                if argument.startswith(_HEAD):
-                    yield process, argument.removeprefix(_HEAD)
-
-
-def _serves(process: psutil.Process) -> bool:
-    """Whether a process answers at a port of its own; True where its ports cannot be known."""
-    try:
-        ports = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    except psutil.Error:
-        return True
-    hosts = {port: f"[{port.ip}]" if ":" in port.ip else port.ip for port in ports}
-    return not ports or answers(*(f"{hosts[port]}:{port.port}" for port in ports))  # some speak plain HTTP
+        info = process.info
+        if info["name"] == "raylet" and info["uids"] and info["uids"].real == os.getuid():
+            heads = [text.removeprefix(_HEAD) for text in info["cmdline"] or () if text.startswith(_HEAD)]
+            started += [(info["create_time"], head) for head in heads]
+    return max(started)[1] if started else None
 
 
 def listens(address: str) -> bool:
@@ -121,26 +91,16 @@ def listens(address: str) -> bool:
     return False
 
 
-def answers(*addresses: str) -> bool:
-    """Whether a gRPC server at one of some addresses, "host:port", answers, if only with its settings.
+def answers(address: str) -> bool:
+    """Whether a gRPC server at an address, "host:port", answers, if only with its settings.
 
     A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
     """
     if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
-        return any(map(listens, addresses))
-    with ExitStack() as stack, selectors.DefaultSelector() as waiting:
-        for address in addresses:
-            with suppress(OSError, ValueError):
-                server = stack.enter_context(_connection(address))
-                server.sendall(_PREFACE)
-                waiting.register(server, selectors.EVENT_READ, server)
-        deadline = time.monotonic() + _REACH_S
-        while waiting.get_map() and (seconds := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(seconds):
-                waiting.unregister(key.data)
-                with suppress(OSError):
-                    if key.data.recv(_FRAME)[3:4] == _SETTINGS:
-                        return True
+        return listens(address)
+    with suppress(OSError, ValueError), _connection(address) as server:
+        server.sendall(_PREFACE)
+        return server.recv(_FRAME)[3:4] == _SETTINGS
     return False
 
 

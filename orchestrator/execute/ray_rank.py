@@ -28,7 +28,7 @@ from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
 from jobs.schema.launcher import Rank
 from jobs.schema.point import Device, Reading
-from orchestrator.execute.gpu_release import misfit
+from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.point import describe
 
 _TAIL = 40  # lines of a failed rank's traceback
@@ -158,7 +158,7 @@ def rank_main(settings: Mapping[str, Work]) -> None:
             node = ray.get_runtime_context().get_node_id()
             environment = describe(device, work.settings) if number == 0 else {}
             post(Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(folder), environment))
-            if gpu is not None and (reason := misfit([gpu], work.card)):
+            if gpu is not None and (reason := Gpus(gpu).misfit(work.card)):
                 raise RuntimeError(reason)
             with memory_limit(work.device, work.memory_bytes):
                 result = work.main(Rank(number, device, post, stop, folder))

@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -83,7 +83,7 @@ def lacking(required: Requirements) -> list[str]:
     mistakes = missing(required)
     for python in filter(None, () if mistakes else required.pythons):
         try:
-            _Interpreter(required, "cpu", "", python).check({})
+            _Interpreter(required, "cpu", "", python).mistakes({})
         except UserError as err:
             mistakes.append(str(err))
     return mistakes
@@ -105,11 +105,10 @@ def check(required: Requirements, gpus: str | None = None) -> dict[str | None, M
         interpreter = _Interpreter(required, device, gpus, python)
         try:
             for env in required.envs:
-                interpreter.check(env)
+                mistakes += interpreter.mistakes(env)
         except UserError as err:
             mistakes.append(str(err))
             continue
-        mistakes += interpreter.mistakes
         assert interpreter.machine is not None
         machines[python] = interpreter.machine
         device = interpreter.machine.device  # all points of a run use the same
@@ -127,39 +126,30 @@ class _Interpreter:
     gpus: str | None
     python: str | None
     machine: Machine | None = None
-    mistakes: list[str] = field(default_factory=list)
-    _without: dict[tuple[str, str | None], str] = field(default_factory=dict)  # effective values of unset variables
 
-    def check(self, env: Mapping[str, str]) -> None:
-        """Note the machine, and the mistakes of the environment. Raises UserError if no point can run here at all."""
+    def mistakes(self, env: Mapping[str, str]) -> list[str]:
+        """Mistakes of an environment; notes the machine. Raises UserError if no point can run here at all."""
+        node = f"node {socket.gethostname()}" + (f" under {self.python}" if self.python else "")
         try:
             answer = self._probe(env, tuple(env))
         except UserError as err:
+            if self.machine is None or not env:
+                self._answer({}, ())  # else it is not the environment's fault
             if not env:
-                raise UserError(self._explained(str(err))) from None
-            if self.machine is None:
-                self._must_answer({}, ())  # else it is not the environment's fault
+                return []
             (name, value), *others = env.items()
             name, value = ("env", env_text(env)) if others else (f"env.{name}", value)
-            self.mistakes.append(f"{name}: {value!r}: a process with it fails on {self._node()} ({err}); mend it")
-            return
+            return [f"{name}: {value!r}: a process with it fails on {node} ({err}); mend it"]
+        mistakes = []
         for name, value in env.items():
             reason = answer.refused.get(name)
             if reason is None and variables.comparable(name):
-                others = {other: text for other, text in env.items() if other != name}
-                key = (name, env_text(others))
-                if key not in self._without:
-                    self._without[key] = self._must_answer({**others, name: None}, (name,)).settings[name]
-                if answer.settings[name] == self._without[key]:
-                    reason = f"without it, {self._without[key]} is in effect as well"
+                without = self._answer({**env, name: None}, (name,)).settings[name]
+                if answer.settings[name] == without:
+                    reason = f"without it, {without} is in effect as well"
             if reason is not None:
-                self.mistakes.append(f"env.{name}: {value!r}: has no effect on {self._node()}: {reason}; remove it")
-
-    def _must_answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
-        try:
-            return self._probe(env, names)
-        except UserError as err:
-            raise UserError(self._explained(str(err))) from None
+                mistakes.append(f"env.{name}: {value!r}: has no effect on {node}: {reason}; remove it")
+        return mistakes
 
     def _probe(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
         """The answer of a process with this environment. Raises UserError with the bare reason."""
@@ -172,23 +162,22 @@ class _Interpreter:
         self.machine = self.machine or answer.machine
         return answer
 
-    def _explained(self, reason: str) -> str:
-        """A failure of a process as a line: the field, the value, the mistake, and the fix."""
-        node = socket.gethostname()
+    def _answer(self, env: Mapping[str, str | None], names: tuple[str, ...]) -> ProbedMachine:
+        """As `_probe`. Raises UserError with the field, the value, the mistake and the fix."""
+        try:
+            return self._probe(env, names)
+        except UserError as err:
+            reason, node = str(err), socket.gethostname()
         if self.python is None and _NAMED.match(reason):
-            return reason
+            raise UserError(reason)
         if self.python is None:
             fix = "see what ends processes there (memory, a driver), then submit again"
-            return f"device: {self.device!r}: cannot be looked at on node {node}: {reason}; {fix}"
+            raise UserError(f"device: {self.device!r}: cannot be looked at on node {node}: {reason}; {fix}")
         if lacks := _LACKS.search(reason):
             fix = f"install it with {self.python} -m pip install, or nsa-bench with all that it needs"
-            return f"python: {self.python!r}: lacks the package {lacks[1]} on node {node}; {fix}"
+            raise UserError(f"python: {self.python!r}: lacks the package {lacks[1]} on node {node}; {fix}")
         reason, fix = reason.removeprefix("device: "), "give one of Python 3.11 or newer with the packages of nsa-bench"
-        return f"python: {self.python!r}: cannot measure points on node {node} ({reason}); {fix}"
-
-    def _node(self) -> str:
-        node = f"node {socket.gethostname()}"
-        return node if self.python is None else f"{node} under {self.python}"
+        raise UserError(f"python: {self.python!r}: cannot measure points on node {node} ({reason}); {fix}")
 
 
 def _unreadable(path: Path) -> str | None:

@@ -82,60 +82,38 @@ def check_resources(spec: JobSpec, nodes: Sequence[Mapping[str, float]]) -> None
     if gpus is None:
         gpus = float(spec.device == "cuda")
     share = Share.of(spec, gpus, card_type)
-    errors += _lacks_of_a_point(gpus, cpus, nodes) if share.ranks == 1 else _lacks_of_ranks(share, cpus, nodes)
-    if not errors and not share.points(nodes):
+    most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("GPU", "CPU")}
+    if share.ranks > 1 and share.cpus > most["CPU"]:
         errors.append(
-            f"resources: {gpus:g} GPUs of type {card_type or 'any'} with {cpus:g} CPU cores: no single node has them "
-            "all; ask for less"
+            f"resources.num_cpus: {cpus:g}: is {share.cpus:g} for each of {share.ranks} ranks, and no node of the "
+            f"cluster has more than {most['CPU']:g}; ask for fewer"
         )
+    elif share.ranks == 1:
+        if gpus > most["GPU"]:
+            fix = "start a worker that has (nsa up on a GPU host) or ask for fewer"
+            errors.append(f"resources.num_gpus: {gpus:g}: no node of the cluster has more than {most['GPU']:g}; {fix}")
+        if cpus > most["CPU"]:
+            errors.append(
+                f"resources.num_cpus: {cpus:g}: no node of the cluster has more than {most['CPU']:g}; ask for fewer"
+            )
     if errors:
         raise UserError("\n".join(errors))
+    check_room(share, nodes)
 
 
 def check_room(share: Share, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that the nodes, free or busy, have room for a point whose share is settled.
+    """Check that the nodes, free or busy, have room for a point.
 
     Raises:
         UserError: says what they lack.
     """
     if share.points(nodes):
         return
-    if share.ranks > 1:
-        raise UserError("\n".join(_lacks_of_ranks(share, share.ranks * share.cpus, nodes)))
-    raise UserError(f"no node of the cluster has the {_amounts(share)}{_on_type(share)} that a point is planned for")
-
-
-def _lacks_of_a_point(gpus: float, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Resources of which no node has as many as a point needs."""
-    fixes = {"num_gpus": "start a worker that has (nsa up on a GPU host) or ask for fewer", "num_cpus": "ask for fewer"}
-    errors = []
-    for field, resource, need in (("num_gpus", "GPU", gpus), ("num_cpus", "CPU", cpus)):
-        most = max((node.get(resource, 0) for node in nodes), default=0)
-        if need > most:
-            errors.append(f"resources.{field}: {need:g}: no node of the cluster has more than {most:g}; {fixes[field]}")
-    return errors
-
-
-def _lacks_of_ranks(share: Share, cpus: float, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Lacks of a cluster for a point of several ranks, which may run on several nodes."""
-    most = max((node.get("CPU", 0) for node in nodes), default=0)
-    if share.cpus > most:
-        return [
-            f"resources.num_cpus: {cpus:g}: is {share.cpus:g} for each of {share.ranks} ranks, and no node of the "
-            f"cluster has more than {most:g}; ask for fewer"
-        ]
-    room = sum(map(share.on, nodes))
-    if room >= share.ranks:
-        return []
-    return [
-        f"ranks: {share.ranks}: all nodes of the cluster together have room for {room}, with {_amounts(share)} each"
-        f"{_on_type(share)}; start more workers or use fewer ranks"
-    ]
-
-
-def _amounts(share: Share) -> str:
-    return f"{share.gpus:g} GPU and {share.cpus:g} CPU cores" if share.gpus else f"{share.cpus:g} CPU cores"
-
-
-def _on_type(share: Share) -> str:
-    return f" on {share.card_type}" if share.card_type else ""
+    amounts = f"{share.gpus:g} GPU and {share.cpus:g} CPU cores" if share.gpus else f"{share.cpus:g} CPU cores"
+    on_type = f" on {share.card_type}" if share.card_type else ""
+    if share.ranks == 1:
+        raise UserError(f"resources: no node of the cluster has {amounts}{on_type}; ask for less")
+    raise UserError(
+        f"ranks: {share.ranks}: all nodes of the cluster together have room for {sum(map(share.on, nodes))}, with "
+        f"{amounts} each{on_type}; start more workers or use fewer ranks"
+    )

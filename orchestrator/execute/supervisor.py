@@ -41,9 +41,9 @@ from jobs.process.reporter import BeatFilter
 from jobs.process.watch import POLL_S, DeadlineWatch, Ended, Limits
 from jobs.schema.point import FAILURE_FILES, Point
 from jobs.schema.states import PointState
-from orchestrator.execute import gpu_release
 from orchestrator.execute.artifact_copies import ArtifactCopies
 from orchestrator.execute.artifacts import Source, checkpoints_path
+from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
 from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord, now
@@ -78,7 +78,7 @@ def supervise(
             if stopped():
                 return
             yield StartRecord(**assignment.ids, attempt=assignment.attempt, node=socket.gethostname())
-            if (problem := gpu_release.misfit(slot.gpu_ids, conditions.card, stopped)) is not None:
+            if (problem := slot.gpus.misfit(conditions.card)) is not None:
                 yield _outcome(assignment, PointState.ERROR, problem)
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
@@ -89,7 +89,7 @@ def supervise(
                 yield _not_started(assignment, err)
                 continue
             with ArtifactCopies(assignment, conditions.store) as copies:
-                attempt = _Attempt(child, assignment, conditions, slot.gpu_ids, cluster, copies)
+                attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
                 outcome = yield from attempt.follow(stopped)
                 if outcome is None:
                     return
@@ -110,20 +110,18 @@ class _Slot:
 
     def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
         self._conditions = conditions
-        self._gpus = gpus
-        self._stopped = stopped
+        self._visible = gpus
         self._child: Child | None = None
         self.environment: tuple[Mapping[str, str], str | None] = ({}, None)
-        self.gpu_ids = gpu_release.visible(gpus, stopped) if conditions.device == "cuda" else []
-        self._baseline = gpu_release.Baseline(None)
+        self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)
 
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""
         if self._child is not None and not self._child.alive():
             self.clear()
         if self._child is None:
-            self._baseline = gpu_release.Baseline.take(self.gpu_ids, self._stopped)
-            env = {**process_variables(self._conditions.threads, self._gpus), **point.env}
+            self.gpus.note_use()
+            env = {**process_variables(self._conditions.threads, self._visible), **point.env}
             self._child = Child(ANSWER, env=env, python=point.python)
             self.environment = (point.env, point.python)
         return self._child
@@ -135,7 +133,7 @@ class _Slot:
         child, self._child = self._child, None
         pids = {process.pid for process in child.tree()} | {child.pid}
         child.discard()
-        return self._baseline.wait_free(pids, self._stopped)
+        return self.gpus.wait_free(pids)
 
 
 def process_variables(threads: int, gpus: str | None) -> dict[str, str]:

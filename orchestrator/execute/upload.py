@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ntpath
 import os
 import shutil
 import zipfile
@@ -48,8 +47,8 @@ class Upload:
                 try:
                     with source.open("rb") as read, archive.open(entry, "w") as written:
                         shutil.copyfileobj(read, written)
-                except OSError as err:
-                    raise _unreadable("upload", source, err) from None
+                except (OSError, UnicodeError) as err:  # also of a name that is not UTF-8
+                    raise UserError(f"upload: {str(source)!r}: cannot be sent ({err}); mend or rename it") from None
         return package.stat().st_size
 
 
@@ -91,32 +90,30 @@ def _named(field: str, path: Path, here: Path) -> list[Path]:
     """Files at or below a relative path of a spec, relative to `here`. Raises UserError."""
     if ".." in path.parts:
         raise UserError(f"{field}: {str(path)!r}: leads out of the folder that is sent; {_ELSEWHERE}")
-    if not os.path.exists(here / path):  # Path.exists raises for a path that is too long
+    if not os.path.exists(path):  # Path.exists raises for a path that is too long
         raise UserError(f"{field}: {str(path)!r}: there is no such file in {here}; correct it, or {_ELSEWHERE}")
-    files = list(_below(field, path, here, ()))
-    if not files:
+
+    def refuse(err: OSError) -> None:
+        raise UserError(f"{field}: {err.filename!r}: cannot be read ({err.strerror}); make it readable")
+
+    found = [path] if not path.is_dir() else []
+    for folder, folders, names in os.walk(path, onerror=refuse) if path.is_dir() else ():
+        # os.walk does not follow links to folders, which may lead in a circle: below, they are refused.
+        found += [Path(folder, name) for name in (*names, *(f for f in folders if os.path.islink(f"{folder}/{f}")))]
+    sendable = []
+    for file in sorted(found):
+        real = Path(os.path.realpath(file))
+        if not real.is_relative_to(here.resolve()):
+            raise UserError(f"{field}: '{file}': is a link to {real}, out of the folder that is sent; {_ELSEWHERE}")
+        if real.is_dir():
+            raise UserError(f"{field}: '{file}': is a link to a folder; remove the link, or name that folder itself")
+        if unsendable := problem(file):
+            warn(f"{field}: {str(file)!r}: {unsendable}; it is left out")
+        else:
+            sendable.append(file)
+    if not sendable:
         raise UserError(f"{field}: {str(path)!r}: holds no files; name a file, or a folder with some")
-    return files
-
-
-def _below(field: str, path: Path, here: Path, parents: tuple[Path, ...]) -> Iterator[Path]:
-    """Files at or below `path`; links are followed within `here`. Raises UserError."""
-    real = Path(os.path.realpath(here / path))
-    if not real.is_relative_to(here.resolve()):
-        raise UserError(f"{field}: {str(path)!r}: is a link to {real}, out of the folder that is sent; {_ELSEWHERE}")
-    if real in parents:
-        raise UserError(f"{field}: {str(path)!r}: is a link to a folder that holds it; remove the link")
-    if real.is_dir():
-        try:
-            names = sorted(os.listdir(here / path))
-        except OSError as err:
-            raise _unreadable(field, path, err) from None
-        for name in names:
-            yield from _below(field, path / name, here, (*parents, real))
-    elif unsendable := problem(path):
-        warn(f"{field}: {str(path)!r}: {unsendable}; it is left out")
-    else:
-        yield path
+    return sendable
 
 
 def problem(path: Path) -> str | None:
@@ -129,13 +126,7 @@ def problem(path: Path) -> str | None:
 
 
 def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:
-    """Add a file under a name and return the name. Raises UserError if Ray could not unpack it there."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{field}: {name!r}: its name is not UTF-8; rename it") from None
-    if "\\" in name or ntpath.splitdrive(name)[0]:
-        raise UserError(f"{field}: {name!r}: Ray does not unpack names with a backslash or a drive; rename it")
+    """Add a file under a name and return the name. Raises UserError if there is another one of the name."""
     other = files.setdefault(name, source)
     if other is not source and not other.samefile(source):
         raise UserError(f"{field}: {name!r}: would replace {other} of the package; move it to a folder of another name")
@@ -151,7 +142,3 @@ def _check_size(files: Mapping[str, Path], here: Path) -> None:
             f"at most {LIMIT // 2**20} MiB are sent with a job; put large data on storage that all workers share, and "
             "give its absolute path in the spec"
         )
-
-
-def _unreadable(field: str, path: Path, err: OSError) -> UserError:
-    return UserError(f"{field}: {str(path)!r}: cannot be read ({err.strerror}); make it readable")

@@ -11,10 +11,9 @@ from __future__ import annotations
 import importlib.util
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from jobs.hardware.machine import probe
 from jobs.process.compiler_cache import network_file_system
@@ -36,11 +35,9 @@ from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.refusal import never_began, record_refusal, store_refused
 from orchestrator.run.scheduler import Executor, Scheduler
 from orchestrator.settings import Settings
+from orchestrator.store import Store
 from orchestrator.store.journal import NAME, Journal, JournalFull
 from orchestrator.store.records import EventRecord, PointRecord, RunRecord
-
-if TYPE_CHECKING:
-    from orchestrator.store import Store
 
 OK, FAILURE, BAD_INPUT, CANCELLED = 0, 1, 2, 130
 
@@ -53,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         provenance.check_variables()
         order = read_order(argv)
         if not order.dry_run:
-            with _interruptible():
-                return _run(order)
+            with _signals() as stop:
+                return _run(order, stop)
         print_points(order)
         return OK
     except JournalFull as err:
@@ -80,30 +77,33 @@ def check(argv: Sequence[str]) -> None:
         _checked(order.spec, order.spec.all_points(dict.fromkeys(order.spec.python, probe("cpu"))))
 
 
-def _run(order: Order) -> int:
+def _run(order: Order, stop: _Stop) -> int:
     job = provenance.submission_id()
     executor = None if job else _executor(order)
     with ExitStack() as stack:
         if problem := database_problem(order.settings):
             terminal.warn(f"warning: {problem}")
-        store = stack.enter_context(_open_store(order.settings))
+        store = stack.enter_context(Store.open(order.settings.database))
         journal = history = recorder = None
-        try:
-            if order.resumed:
-                # Before the probe, which may wait long, even for another driver of the run: what the journal says must
-                # still hold when we write to it. The lease guards a run whose journal was copied to another host.
+        if order.resumed:
+            # Before the probe, which may wait long, even for another driver of the run: what the journal says must
+            # still hold when we write to it. The lease guards a run whose journal was copied to another host.
+            try:
                 journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
-                if store is not None:
-                    store.take_lease(order.run_id)
-                    resume.check_complete(store, history)
-        except UserError as err:
-            if job and store is not None and not isinstance(err, StoreUnavailable):
-                _refuse_resume(order, store, err)
-            raise
+                store.take_lease(order.run_id)
+                resume.check_complete(store, history)
+            except UserError as err:
+                if job and not isinstance(err, StoreUnavailable):
+                    _refuse_resume(order, store, err)
+                raise
+
+        def record() -> Recorder:
+            book = journal or stack.enter_context(Journal(order.folder / NAME))
+            return stack.enter_context(Recorder(order.run_id, book, store, terminal.warn))
+
         run = _run_record(order, resumed=history.run.resumed + 1 if history else 0)
         if job or order.resumed:  # another run makes no file before the probe
-            journal = journal or stack.enter_context(Journal(order.folder / NAME))
-            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
+            recorder = record()
         # A job is shown as pending while it waits for its cluster. Where nothing is left to measure, the run stays as
         # it ended while its resume waits, and where that is killed.
         pending = job and not (history and plan.nothing_left(history, again=order.retry_failed))
@@ -121,18 +121,14 @@ def _run(order: Order) -> int:
                 todo = plan.new_plan(run, points, machines, further)
             else:
                 todo = plan.resumed_plan(run, points, machines, history, further, again=order.retry_failed)
-                todo.records.extend(resume.unrecorded_files(history, order.settings.artifact_store_url))
         except BaseException as err:
             if recorder and pending:
                 recorder.write(never_began(run, err))
-                for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S) if store else ():
+                for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S):
                     terminal.warn(f"warning: {line}")
             raise
-        stopped = stack.enter_context(_stopping())
-        if recorder is None:
-            journal = stack.enter_context(Journal(order.folder / NAME))
-            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
-        return _measure(order, executor, store, recorder, machines[order.spec.python[0]], todo, stopped)
+        stop.begin_measuring()
+        return _measure(order, executor, store, recorder or record(), machines[order.spec.python[0]], todo, stop)
 
 
 def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
@@ -154,24 +150,18 @@ def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _measure(
-    order: Order,
-    executor: Executor,
-    store: Store | None,
-    recorder: Recorder,
-    machine: Machine,
-    todo: plan.Plan,
-    stopped: Callable[[], str | None],
+    order: Order, executor: Executor, store: Store, recorder: Recorder, machine: Machine, todo: plan.Plan, stop: _Stop
 ) -> int:
     slots = executor.slots(machine)
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
     with Watcher(todo.labels, todo.settled.total(), headline) as watching:
-        _announce(order, machine, todo, slots, store, watching)
+        _announce(order, machine, todo, slots, watching)
         recorder.tell = watching.tell
         recorder.write(todo.records)
         often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
         scheduler = Scheduler(executor, recorder, watching, todo, order.conditions(machine), slots=slots, **often)
         try:
-            state = scheduler.run(stopped)
+            state = scheduler.run(lambda: stop.reason)
         except JournalFull:
             with suppress(ExecutorGone):
                 executor.cancel()
@@ -179,15 +169,14 @@ def _measure(
         except Exception as err:
             scheduler.give_up(f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
-                recorder.close(stopped=stopped)
+                recorder.close(stopped=lambda: stop.reason)
                 raise
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
-        notes = recorder.close(stopped=stopped)
-    states = scheduler.states + todo.settled
+        notes = recorder.close(stopped=lambda: stop.reason)
     if todo.outlived and not all(ended.settles for ended in scheduler.states):
         notes.append("of them, points that had ended before keep that outcome until they are measured again")
-    _close(order, state, states, store if recorder.stored else None, notes)
+    _close(order, state, scheduler.states + todo.settled, store if recorder.stored else None, notes)
     if state is RunState.CANCELLED:
         return CANCELLED
     good = state is RunState.DONE and not (todo.failures or scheduler.failures)
@@ -215,22 +204,6 @@ def database_problem(settings: Settings) -> str | None:
     )
 
 
-@contextmanager
-def _open_store(settings: Settings) -> Iterator[Store | None]:
-    """The store; None where SQLAlchemy is not installed (the closing line then names `nsa import`)."""
-    try:
-        from orchestrator.store import Store
-
-        store = Store.open(settings.database)
-    except ModuleNotFoundError as err:
-        if err.name not in ("sqlalchemy", "alembic"):
-            raise
-        yield None
-        return
-    with store:
-        yield store
-
-
 def _run_record(order: Order, resumed: int = 0) -> RunRecord:
     spec, kind = order.spec, kind_module(order.spec.kind)
     return plan.run_record(
@@ -248,16 +221,13 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
     )
 
 
-def _announce(
-    order: Order, machine: Machine, todo: plan.Plan, slots: int, store: Store | None, watching: Watcher
-) -> None:
+def _announce(order: Order, machine: Machine, todo: plan.Plan, slots: int, watching: Watcher) -> None:
     where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
     settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
     watching.tell(f"run {order.run_id}: {where}" + (f"; settled: {settled}" if settled else ""))
     if todo.outlived:
         watching.tell(f"earlier outcomes count until there are new ones: {todo.outlived} points")
-    database = hide_password(order.settings.database) if store else "none (SQLAlchemy is not installed)"
-    watching.tell(f"results: {database}; journal and artifacts: {order.folder}")
+    watching.tell(f"results: {hide_password(order.settings.database)}; journal and artifacts: {order.folder}")
     if order.settings.artifact_store:
         watching.tell(f"artifact store: {order.settings.artifact_store_url}")
     for record in todo.records:
@@ -268,11 +238,7 @@ def _announce(
 
 
 def _close(
-    order: Order,
-    state: RunState,
-    states: Counter[PointState],
-    store: Store | None,
-    notes: Sequence[str],
+    order: Order, state: RunState, states: Counter[PointState], store: Store | None, notes: Sequence[str]
 ) -> None:
     console = summary.wide_console()
     summary.print_states(states, console)
@@ -287,49 +253,44 @@ def _close(
     console.print(f"run {order.run_id}: {state}", markup=False)
 
 
-@contextmanager
-def _handling(handler: Callable[[int, object], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals within the block, but no SIGHUP that was ignored at the start, as `nohup` does.
+class _Stop:
+    """What signals ask of the driver.
 
-    One that is ignored since a first signal stays so: it may come at the very end.
+    Attributes:
+        reason: of a cancellation: the first signal's name.
     """
-    heeded = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, earlier)
 
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._measuring = False
 
-def _interruptible() -> AbstractContextManager[None]:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt: before the first point there is nothing to record of it."""
+    def begin_measuring(self) -> None:
+        """From now on a signal is a reason to cancel; before the first point it raises KeyboardInterrupt."""
+        self._measuring = True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
 
-    def interrupt(number: int, frame: object) -> None:
-        """Raise it once: a signal that came with the first, or right after it, interrupts no cleanup."""
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda again, frame: signal.signal(again, signal.SIG_DFL))  # the one after kills
-        raise KeyboardInterrupt
-
-    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
-
-
-@contextmanager
-def _stopping() -> Iterator[Callable[[], str | None]]:
-    """Turn SIGTERM (sent by `ray job stop`), SIGINT and SIGHUP (the terminal is closed) into a reason to cancel.
-
-    The same signal again kills as usual, but for SIGHUP, which changes nothing any more: a closed terminal and its
-    shell send one each, and systemd sends it right after SIGTERM.
-    """
-    reasons: list[str] = []
-
-    def note(number: int, frame: object) -> None:
-        reasons.append(signal.Signals(number).name)
+    def handle(self, number: int, frame: object) -> None:
+        """Note a signal. The same again kills as usual, but for SIGHUP, which changes nothing any more: a closed
+        terminal and its shell send one each, and systemd sends it right after SIGTERM."""
+        first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
+        if first and not self._measuring:  # another one that comes at once interrupts no cleanup
+            raise KeyboardInterrupt
 
-    with _handling(note, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
-        yield lambda: reasons[0] if reasons else None
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Handle SIGTERM (sent by `ray job stop`), SIGINT and SIGHUP (the terminal is closed; `nohup` ignores it)."""
+    stop = _Stop()
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
+    try:
+        yield stop
+    finally:
+        if stop.reason is None:  # else a hangup may still come at the very end
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -17,7 +17,6 @@ from orchestrator.messages import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
 from orchestrator.store.records import (
-    ArtifactRecord,
     EventRecord,
     MetricData,
     OutcomeRecord,
@@ -218,15 +217,10 @@ class PointHistory:
 
 @dataclass
 class History:
-    """A run's latest state in its records: those of its journal, or of the database.
-
-    Attributes:
-        files: paths of the recorded files of its points, relative to the artifact store.
-    """
+    """A run's latest state in its records: those of its journal, or of the database."""
 
     run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
-    files: set[str] = field(default_factory=set)
 
 
 def new_run_id(name: str) -> str:
@@ -307,8 +301,6 @@ def history(records: Iterable[Record]) -> History | None:
         elif isinstance(record, StartRecord | OutcomeRecord) and record.point_id in found.points:
             # Else the line of its plan is lost; the database may have it.
             found.points[record.point_id] = found.points[record.point_id].after(record)
-        if isinstance(record, ArtifactRecord):
-            found.files.add(record.artifact.path)
     return found
 
 

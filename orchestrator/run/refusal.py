@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs.schema.states import RunState
 from jobs.specs.kinds import kinds
@@ -16,10 +16,8 @@ from orchestrator.errors import UserError
 from orchestrator.run import plan
 from orchestrator.run.order import parse_arguments
 from orchestrator.settings import Settings, load_settings
+from orchestrator.store import Store
 from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
-
-if TYPE_CHECKING:
-    from orchestrator.store import Store
 
 UNKNOWN = "unknown"
 """The kind of a refused run whose spec names none that exists."""
@@ -39,9 +37,7 @@ def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
         if args.dry_run:
             return
         spec, resumed = args.spec, args.resume
-    with suppress(UserError, ModuleNotFoundError):  # wrong settings, a database that is away, no SQLAlchemy
-        from orchestrator.store import Store
-
+    with suppress(UserError):  # wrong settings, a database that is away
         settings = load_settings()
         with Store.open(settings.database) as store:
             store_refused(store, _run_record(settings, spec, resumed), err)

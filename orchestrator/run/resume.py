@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.run import plan
 from orchestrator.run.plan import History
-from orchestrator.store import journal
+from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal, JournalError
-from orchestrator.store.records import ArtifactRecord, EventRecord, Record, RunRecord
-
-if TYPE_CHECKING:
-    from orchestrator.store import Store
+from orchestrator.store.records import RunRecord
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -75,8 +68,6 @@ def _history(path: Path) -> History:
 
 def check_complete(store: Store, history: History) -> None:
     """Raise UserError if the database has more of a run than its journal: new results would have the numbers of old."""
-    from orchestrator.store import queries  # needs SQLAlchemy, without which a run has only its journal
-
     run_id = history.run.run_id
     resumed, attempts = queries.begun(store, run_id)
     known = {point_id: point.attempt for point_id, point in history.points.items()}
@@ -88,34 +79,3 @@ def check_complete(store: Store, history: History) -> None:
             f"the journal {history.run.resumed}; newer attempts at {lacking} points); bring the newest journal here, "
             f"or move this one away and write it again from the database: nsa export {run_id} --journal"
         )
-
-
-def unrecorded_files(history: History, store_url: str) -> list[Record]:
-    """Records of the files that a killed driver has copied to the artifact store, and not recorded.
-
-    Each point that has any gets a warning; where the store cannot be read the run gets one, and goes on without.
-    """
-    run_id, store = history.run.run_id, ArtifactStore(store_url)
-    records: list[Record] = []
-    names: dict[str, list[str]] = defaultdict(list)  # by point
-    try:
-        places = [place for place in store.files(run_id) if place.path not in history.files]
-    except ArtifactError as err:
-        message = f"not looked for files that no record names: {in_a_line(err)}"
-        return [EventRecord(run_id=run_id, level="warning", message=message)]
-    for place in places:
-        point_id = f"{run_id}/{place.point}"
-        point = history.points.get(point_id)
-        if point is None or place.attempt > point.attempt:
-            continue
-        try:
-            file = store.describe(place)
-            records.append(ArtifactRecord(run_id=run_id, point_id=point_id, attempt=place.attempt, artifact=file))
-            names[point_id].append(f"{place.name} (attempt {place.attempt})")
-        except ArtifactError as err:
-            message = f"attempt {place.attempt}: file in no record, and it cannot be read: {in_a_line(err)}"
-            records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
-    for point_id, files in names.items():
-        message = f"the run's driver ended while files were kept: recorded now: {', '.join(files)}; others may be lost"
-        records.append(EventRecord(run_id=run_id, point_id=point_id, level="warning", message=message))
-    return records

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +11,8 @@ from typing import Protocol
 
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
+from orchestrator.artifact_url import is_local
 from orchestrator.errors import ExecutorGone
-from orchestrator.execute.artifact_copies import Visibility
 from orchestrator.messages import Assignment, BatchEnded, Conditions, Progress, Series, Update
 from orchestrator.run.plan import Plan, fails
 from orchestrator.run.progress import Watcher
@@ -25,7 +26,6 @@ from orchestrator.store.records import (
 )
 
 _POLL_S = 0.2
-_LAST_LOOK_S = 2.0  # for kept files, by which time a slow mount has answered
 
 
 class Executor(Protocol):
@@ -94,7 +94,7 @@ class Scheduler:
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
         self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
-        self._visibility = Visibility(conditions.store)
+        self._files: dict[str, str] = {}  # node -> the first file that it kept
         self.states: Counter[PointState] = Counter()
         self.failures = 0
 
@@ -111,8 +111,7 @@ class Scheduler:
                 if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
             self._recorder.look()
-            self._look_for_files()
-        self._look_for_files(_LAST_LOOK_S)
+        self._check_visible()
         self._recorder.write([self._run_end(RunState.DONE)])
         return RunState.DONE
 
@@ -146,7 +145,7 @@ class Scheduler:
             self._settle(assignment, update)
         elif isinstance(update, ArtifactRecord):
             self._recorder.write([update])
-            self._visibility.add(self._nodes.get(update.point_id), update.artifact.path)
+            self._files.setdefault(self._nodes.get(update.point_id) or "another node", update.artifact.path)
         elif isinstance(update, EventRecord):
             self._note(update)
         else:
@@ -166,10 +165,15 @@ class Scheduler:
             elif isinstance(record, EventRecord):
                 self._watcher.noted(record)
 
-    def _look_for_files(self, patience_s: float = 0.0) -> None:
-        """Warn of kept files that are not to be seen here."""
-        if (message := self._visibility.warning(patience_s)) is not None:
-            self._note(EventRecord(run_id=self._plan.run.run_id, level="warning", message=message))
+    def _check_visible(self) -> None:
+        """Warn if a node has kept its files in a folder that is not the same one here."""
+        store = self._conditions.store or ""
+        for node, path in self._files.items() if is_local(store) else ():
+            if not os.path.exists(f"{store.removeprefix('file://')}/{path}"):
+                fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
+                message = f"artifacts of node {node} are not visible here: {fix}"
+                self._note(EventRecord(run_id=self._plan.run.run_id, level="warning", message=message))
+                return
 
     def _note(self, event: EventRecord) -> None:
         self._recorder.write([event])

@@ -14,20 +14,17 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic import ValidationError
 
 from jobs.schema.plain_text import in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.errors import UserError
-from orchestrator.store.records import RECORD, PointRecord, Record
+from orchestrator.store.records import RECORD, Record
 
 NAME = "journal.jsonl"
 COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be read, not continued
-EXPANDED_LIMIT = 256 << 20  # bytes; a hundred times the journal of a sweep of a hundred points
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<number>
-_BLOCK = 256 << 10
+_INDEX = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<index>
 _REASON = 300  # characters
 
 
@@ -74,7 +71,6 @@ class Journal:
             ) from None
         self.end = _whole(path)
         self._file.truncate(self.end)
-        self._torn = False
         _sync_folder(path.parent)
 
     def append(self, records: Iterable[Record]) -> None:
@@ -82,24 +78,23 @@ class Journal:
 
         Raises JournalFull if the disk takes no more, or the file was moved away or removed.
         """
-        if not self._in_place():
-            raise JournalFull(f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back")
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
         fd, remaining = self._file.fileno(), memoryview(lines)
         try:
-            if self._torn:
-                self._cut()
+            if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(fd))):
+                raise JournalFull(
+                    f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back"
+                )
+            self._file.truncate(self.end)  # what an earlier call could neither write in full nor remove
             while remaining:
-                self._torn = True
                 remaining = remaining[os.write(fd, remaining) :]
             os.fsync(fd)
         except OSError as err:
             with contextlib.suppress(OSError):
-                self._cut()
+                self._file.truncate(self.end)
             raise JournalFull(
                 f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); free space there"
             ) from None
-        self._torn = False
         self.end += len(lines)
 
     def records(self, start: int, most: int) -> tuple[list[Record], int]:
@@ -108,30 +103,20 @@ class Journal:
         Raises:
             JournalError: the file was changed by another process.
         """
-        remaining, size, data = self.end - start, _BLOCK, b""
-        while remaining and b"\n" not in data:
-            size = min(size, remaining)
-            if len(data) == remaining or len(data := os.pread(self._file.fileno(), size, start)) < size:
-                raise JournalError(f"journal: {str(self.path)!r}: was changed by another process; leave it alone")
-            size *= 4
-        lines = data.split(b"\n")[:-1][:most]
-        return [RECORD.validate_json(line) for line in lines], start + sum(map(len, lines)) + len(lines)
+        records, place = [], start
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while place < self.end and len(records) < most:
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    raise JournalError(f"journal: {str(self.path)!r}: was changed by another process; leave it alone")
+                records.append(RECORD.validate_json(line))
+                place += len(line)
+        return records, place
 
     def count(self, start: int) -> int:
         """The number of records from byte `start` on."""
         return os.pread(self._file.fileno(), self.end - start, start).count(b"\n")
-
-    def _in_place(self) -> bool:
-        """Whether the file is the one that readers find."""
-        try:
-            return os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
-        except OSError:
-            return False
-
-    def _cut(self) -> None:
-        """Remove what a failed `append` has written."""
-        self._file.truncate(self.end)
-        self._torn = False
 
     def close(self) -> None:
         self._file.close()
@@ -147,20 +132,29 @@ def read(path: Path) -> Iterator[Record]:
     """Records of a journal, plain or compressed by gzip (.jsonl.gz), in order, without a torn last line.
 
     Raises:
-        JournalError: the file cannot be read, expands to more than EXPANDED_LIMIT, a line before the last is not a
-            record, or a record is of another run than the first one, or names a point of another run.
+        JournalError: the file cannot be read, a line before the last is not a record, or a record is of another run
+            than the first one, or names a point of another run.
     """
     run_id = None
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.endswith(b"\n"):
-            return
-        record = _record(path, number, line)
-        run_id = record.run_id if run_id is None else run_id
-        if fault := _stranger(record, run_id):
-            raise JournalError(
-                f"journal: {str(path)!r}: line {number} {fault} {run_id!r}; give the journal as the run wrote it"
-            )
-        yield record
+    try:
+        with open_regular(path) as raw, gzip.open(raw) if path.name.endswith(COMPRESSED) else raw as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                record = _record(path, number, line)
+                run_id = record.run_id if run_id is None else run_id
+                point_id = getattr(record, "point_id", None)
+                index = point_id and point_id.removeprefix(f"{run_id}/")
+                if record.run_id != run_id or (index and not _INDEX.fullmatch(index)):
+                    raise JournalError(
+                        f"journal: {str(path)!r}: line {number} is of {point_id or record.run_id!r}, in the journal of "
+                        f"{run_id!r}; give the journal as the run wrote it"
+                    )
+                yield record
+    except (gzip.BadGzipFile, zlib.error, EOFError) as err:
+        raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
+    except OSError as err:
+        raise _unreadable(path, err) from None
 
 
 def owner(path: Path) -> str | None:
@@ -177,32 +171,8 @@ def held(path: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError as err:
-        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
+        raise _unreadable(path, err) from None
     return False
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines with their ends. Raises JournalError."""
-    try:
-        with open_regular(path) as file:
-            yield from _expanded(path, file) if path.name.endswith(COMPRESSED) else file
-    except (gzip.BadGzipFile, zlib.error, EOFError) as err:
-        raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
-    except OSError as err:
-        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl") from None
-
-
-def _expanded(path: Path, archive: BinaryIO) -> Iterator[bytes]:
-    room = EXPANDED_LIMIT
-    with gzip.open(archive) as file:
-        while line := file.readline(room + 1):
-            room -= len(line)
-            if room < 0:
-                raise JournalError(
-                    f"journal: {str(path)!r}: expands to more than {EXPANDED_LIMIT >> 20} MiB; if it is a journal "
-                    "indeed, expand it first and give the journal.jsonl"
-                )
-            yield line
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:
@@ -217,28 +187,17 @@ def _record(path: Path, number: int, line: bytes) -> Record:
         ) from None
 
 
-def _stranger(record: Record, run_id: str) -> str | None:
-    """Why a record is not one of the run `run_id`, to be followed by that id; None if it is."""
-    if record.run_id != run_id:
-        return f"is of the run {record.run_id!r}, in the journal of"
-    point_id: str | None = getattr(record, "point_id", None)
-    if point_id is None:
-        return None
-    head, slash, number = point_id.rpartition("/")
-    if not slash or head != run_id or not _NUMBER.fullmatch(number):
-        return f"names the point {point_id!r}, which is not one of its run"
-    if isinstance(record, PointRecord) and record.index != int(number):
-        return f"gives the point {point_id!r} the number {record.index}, in the journal of"
-    return None
-
-
 def _whole(path: Path) -> int:
     """The file's size in bytes up to the end of its last whole line. Raises JournalError."""
     try:
         with open_regular(path) as file:
             return file.read().rfind(b"\n") + 1
     except OSError as err:
-        raise JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); move it away") from None
+        raise _unreadable(path, err) from None
+
+
+def _unreadable(path: Path, err: OSError) -> JournalError:
+    return JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl")
 
 
 def _sync_folder(folder: Path) -> None:

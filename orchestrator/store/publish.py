@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,77 +60,34 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
 
 
 def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
-    """The lines of the public form of a journal's records.
+    """The lines of the public form of a journal's records, without the files of points.
 
     Raises:
         PrivateError: as take_in; `path` is what it names.
     """
-    lines, hosts = [RECORD.dump_json(record).decode() for record in public(records)], _hosts(records)
+    names = dict.fromkeys(filter(None, _hosts(records)))
+    hosts = {_host(name): f"host-{number}" for number, name in enumerate(names, 1)}
+    others = [pattern for pattern, name in zip(hosts, names, strict=True) if hosts[pattern] != name]
+    private = {"a path": [_PATH], "an address": [_ADDRESS], "the id of a card": [_CARD], "a login": [_LOGIN]}
+    lines = [_public_line(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
     for number, line in enumerate(lines, 1):
-        _check(path, number, line, hosts)
+        for what, patterns in {**private, "a host": others}.items():
+            if found := next(filter(None, (pattern.search(line) for pattern in patterns)), None):
+                raise PrivateError(
+                    f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
+                    "give the journal of a run without it"
+                )
     return lines
 
 
-def public(records: Iterable[Record]) -> list[Record]:
-    """The records without the files of points, and with hosts, paths, addresses and ids of cards replaced."""
-    records = list(records)
-    hosts = _hosts(records)
-    return [_public(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
-
-
-def _public(record: Record, hosts: dict[str, str]) -> Record:
-    changes: dict[str, Any] = {}
-    match record:
-        case RunRecord(host=host):
-            changes = {"host": host and hosts[host], "artifacts": None, "artifact_store": None}
-        case StartRecord(node=node):
-            changes = {"node": node and hosts[node]}
-        case OutcomeRecord(environment=environment):
-            changes = {"environment": _environment(environment, hosts)}
-    texts = {name: getattr(record, name, None) for name in ("reason", "message")}
-    return record.model_copy(update=changes | {name: _text(text, hosts) for name, text in texts.items() if text})
-
-
-def _hosts(records: Iterable[Record]) -> dict[str, str]:
-    """The name to publish for each host, in the order of appearance."""
-    found: dict[str, str] = {}
+def _hosts(records: Iterable[Record]) -> Iterator[str | None]:
+    """The names of hosts, in the order of appearance."""
     for record in records:
         match record:
             case RunRecord(host=host) | StartRecord(node=host):
-                pass
+                yield host
             case OutcomeRecord(environment=environment):
-                host = environment.get("host")
-            case _:
-                continue
-        if host:
-            found.setdefault(host, f"host-{len(found) + 1}")
-    return found
-
-
-def _environment(content: dict[str, Any], hosts: dict[str, str]) -> dict[str, Any]:
-    public = {name: _nested(value, hosts) for name, value in content.items()}
-    if "platform" in content:
-        public["platform"] = _PLATFORM.sub(r"\1-\2", content["platform"])
-    if "gpu" in content:
-        public["gpu"] = {name: value for name, value in content["gpu"].items() if name != "uuid"}
-    if "variables" in content:
-        public["variables"] = {name: value for name, value in content["variables"].items() if "/" not in str(value)}
-    return public
-
-
-def _nested(value: Any, hosts: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {name: _nested(each, hosts) for name, each in value.items()}
-    if isinstance(value, list):  # the hosts of several ranks
-        return [_nested(each, hosts) for each in value]
-    return _text(value, hosts) if isinstance(value, str) else value
-
-
-def _text(text: str, hosts: dict[str, str]) -> str:
-    """A text in which paths are their last parts, and hosts and addresses are named as such."""
-    for host, name in hosts.items():
-        text = _host(host).sub(name, text)
-    return _CARD.sub("GPU", _ADDRESS.sub("ADDRESS", _PATH.sub(r"\1", text)))
+                yield environment.get("host")
 
 
 def _host(name: str) -> re.Pattern[str]:
@@ -140,20 +97,33 @@ def _host(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w.-]){re.escape(first)}{more}(?![\w-]|\.\w)")
 
 
-def _check(path: Path, number: int, line: str, hosts: dict[str, str]) -> None:
-    """Raise PrivateError if a record's text still names a machine."""
-    for what, pattern in (
-        ("a path", _PATH),
-        ("an address", _ADDRESS),
-        ("the id of a card", _CARD),
-        ("a login", _LOGIN),
-        *(("a host", _host(host)) for host, name in hosts.items() if host != name),
-    ):
-        if found := pattern.search(line):
-            raise PrivateError(
-                f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
-                "give the journal of a run without it"
-            )
+def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:
+    """A record's line, in whose free texts paths are their last parts, and hosts and addresses are named as such."""
+
+    def public(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: public(each) for name, each in value.items()}
+        if isinstance(value, list):  # the hosts of several ranks
+            return [public(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        for host, name in hosts.items():
+            value = host.sub(name, value)
+        return _CARD.sub("GPU", _ADDRESS.sub("ADDRESS", _PATH.sub(r"\1", value)))
+
+    free = ("host", "node", "reason", "message", "environment")
+    changes = {name: public(getattr(record, name)) for name in free if getattr(record, name, None)}
+    if isinstance(record, RunRecord):
+        changes |= {"artifacts": None, "artifact_store": None}
+    if environment := changes.get("environment"):
+        if "platform" in environment:
+            environment["platform"] = _PLATFORM.sub(r"\1-\2", environment["platform"])
+        if "gpu" in environment:
+            environment["gpu"].pop("uuid", None)
+        variables = record.environment.get("variables", {})  # pyright: ignore[reportAttributeAccessIssue]
+        for name in [name for name, value in variables.items() if "/" in str(value)]:
+            del environment["variables"][name]
+    return RECORD.dump_json(record.model_copy(update=changes)).decode()
 
 
 if __name__ == "__main__":

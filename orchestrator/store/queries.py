@@ -34,7 +34,7 @@ from orchestrator.store.models import (
     Verdict,
 )
 from orchestrator.store.store import Store
-from orchestrator.store.views import v_gate, v_metrics, v_points, v_scaling
+from orchestrator.store.views import v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
@@ -202,16 +202,8 @@ def run_series(store: Store, run_id: str) -> pd.DataFrame:
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:
     """The files of a point, latest attempt first, with their text if it is stored."""
-    columns = (
-        Artifact.name,
-        Artifact.attempt,
-        Artifact.path,
-        Artifact.size,
-        Artifact.sha256,
-        Artifact.truncated,
-        Artifact.content,
-    )
-    query = select(*columns).where(Artifact.point_id == point_id)
+    names = ("name", "attempt", "path", "size", "sha256", "truncated", "content")
+    query = select(*(getattr(Artifact, name) for name in names)).where(Artifact.point_id == point_id)
     return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
 
 
@@ -258,18 +250,6 @@ def _of_runs(view: Table, run_ids: Sequence[str] | None, origin: Origin | str | 
     if run_ids is not None:
         query = query.where(view.c.run_id.in_(run_ids))
     return query if origin is None else query.where(view.c.origin == Origin(origin).value)
-
-
-def verdicts(store: Store, run_id: str | None = None, latest: bool = True) -> pd.DataFrame:
-    """The stored verdicts on one run, or (None) on the whole store; one row per rule.
-
-    `latest`: only the newest evaluation of each target; otherwise all, newest first.
-    """
-    if latest:
-        query = select(v_gate).order_by(v_gate.c.target, v_gate.c.position)
-        return _frame(store, query.where(v_gate.c.run_id == run_id))
-    query = select(*(Verdict.__table__.c[column.name] for column in v_gate.c)).where(Verdict.run_id == run_id)
-    return _frame(store, query.order_by(Verdict.evaluated_at.desc(), Verdict.target, Verdict.position))
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
@@ -319,27 +299,15 @@ def _newest_first(query: Select) -> Select:
 def _runs(chosen: Select) -> Select:
     """The columns of `runs`, of the runs whose ids are chosen; the points of others are not read."""
     tally = _tally(chosen)
+    counts = ("points", "ok", "failed", "skipped", "running", "pending", "cancelled", "again")
     columns = (
         Run.id.label("run_id"),
-        Run.name,
-        Run.kind,
-        Run.origin,
-        Run.source,
-        Run.state,
-        Run.reason,
-        Run.created_at,
-        Run.ended_at,
-        *(func.coalesce(tally.c[name], 0).label(name) for name in ("points", "ok", "failed", "skipped")),
-        *(func.coalesce(tally.c[name], 0).label(name) for name in ("running", "pending", "cancelled", "again")),
-        tally.c.heartbeat_at,
-        tally.c.gpu,
-        Run.git_commit,
-        Run.git_branch,
-        Run.git_dirty,
-        Run.spec_hash,
-        Run.host,
-        Run.submission_id,
-        Run.resumed,
+        *(getattr(Run, name) for name in ("name", "kind", "origin", "source", "state", "reason")),
+        *(Run.created_at, Run.ended_at),
+        *(func.coalesce(tally.c[name], 0).label(name) for name in counts),
+        *(tally.c.heartbeat_at, tally.c.gpu),
+        *(getattr(Run, name) for name in ("git_commit", "git_branch", "git_dirty", "spec_hash")),
+        *(Run.host, Run.submission_id, Run.resumed),
     )
     joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
     return _newest_first(joined.where(Run.id.in_(chosen)))
@@ -351,16 +319,13 @@ def _tally(chosen: Select) -> Subquery:
     def number(name: str, *counted: PointState) -> ColumnElement[int]:
         return func.sum(case((Attempt.state.in_(counted), 1), else_=0)).label(name)
 
+    ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
     return (
         select(
             Point.run_id,
             func.count().label("points"),
-            number("ok", PointState.OK),
             number("failed", *FAILED),
-            number("skipped", PointState.SKIPPED),
-            number("running", PointState.RUNNING),
-            number("pending", PointState.PENDING),
-            number("cancelled", PointState.CANCELLED),
+            *(number(state.value, state) for state in ends),
             func.sum(case((and_(_AGAIN, _Newest.state.in_(_UNENDED)), 1), else_=0)).label("again"),
             func.max(func.coalesce(_Newest.heartbeat_at, Attempt.heartbeat_at)).label("heartbeat_at"),
             func.max(Environment.gpu).label("gpu"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
@@ -34,6 +34,7 @@ from orchestrator.store.records import (
     MetricData,
     OutcomeRecord,
     PointRecord,
+    Record,
     RunEndRecord,
     RunRecord,
 )
@@ -112,14 +113,19 @@ class ReportedRun:
     points: tuple[ReportedPoint, ...]
     notes: tuple[str, ...] = ()
 
-    def begin(self) -> RunRecord:
-        """The run's beginning, whose hash is that of all its records."""
+    def records(self) -> list[Record]:
+        """The run's records, the same for the same table; the beginning's hash is that of all others."""
+        times = [point.at for point in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
+        points = [point.records(self.run_id, number) for number, point in enumerate(self.points)]
+        rest: list[Record] = [*(planned for planned, _ in points), *(ended for _, ended in points)]
+        rest += [EventRecord(run_id=self.run_id, at=min(times), message=note) for note in self.notes]
+        rest.append(RunEndRecord(run_id=self.run_id, at=max(times), state=RunState.DONE))
         digest = hashlib.sha256()
-        for place, record in enumerate(chain(chain.from_iterable(self.ended()), self.events())):
-            digest.update(("\n" * (place > 0) + record.model_dump_json()).encode())
-        return RunRecord(
+        for record in rest:
+            digest.update(record.model_dump_json().encode())
+        begin = RunRecord(
             run_id=self.run_id,
-            at=self._first(),
+            at=min(times),
             name=self.name,
             kind=self.kind,
             spec={"kind": self.kind, "source": self.source, "notes": list(self.notes)},
@@ -127,20 +133,7 @@ class ReportedRun:
             origin=Origin.REPORTED,
             source=self.source,
         )
-
-    def ended(self) -> Iterator[tuple[PointRecord, OutcomeRecord]]:
-        """The records of each point, the same for the same table; made anew by each call, as they are many."""
-        return (point.records(self.run_id, number) for number, point in enumerate(self.points))
-
-    def events(self) -> Iterator[EventRecord]:
-        return (EventRecord(run_id=self.run_id, at=self._first(), message=note) for note in self.notes)
-
-    def end(self) -> RunEndRecord:
-        last = max((point.at for point in self.points), default=self._first())
-        return RunEndRecord(run_id=self.run_id, at=last, state=RunState.DONE)
-
-    def _first(self) -> datetime:
-        return min((point.at for point in self.points), default=datetime(2000, 1, 1, tzinfo=UTC))
+        return [begin, *rest]
 
 
 Reader = Callable[[list[Row]], Iterable[ReportedRun]]

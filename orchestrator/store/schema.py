@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, String, column, inspect, select, table, text
+from sqlalchemy import Connection, String, column, inspect, select, table, text
 
 from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store import views
 from orchestrator.store.engine import errors, make_engine, parse, shown
+from orchestrator.store.models import Base
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _VERSION = table("alembic_version", column("version_num", String))
@@ -34,12 +34,12 @@ def upgrade(url: str) -> tuple[str | None, str]:
             raise StoreError(
                 f"{SETTING}: {shown(parsed)!r}: no folder {str(folder)!r} ({err.strerror}); name another"
             ) from None
-        refuse_another(parsed)
     engine = make_engine(parsed, create=True)
     head = revisions()[-1]
     try:
         with errors(parsed):
             with engine.connect() as connection:
+                _check_owner(connection)
                 if _revision(connection) == head:
                     return head, head  # without waiting for a current writer's lock
             with engine.connect().execution_options(writes=True) as connection, connection.begin():
@@ -48,7 +48,9 @@ def upgrade(url: str) -> tuple[str | None, str]:
                 before = _revision(connection)
                 if before != head:
                     views.drop(connection)
-                    _migrate(connection)
+                    if before is None:
+                        Base.metadata.create_all(connection)
+                    _migrate(connection, new=before is None)
                     views.create(connection)
                 return before, head
     finally:
@@ -69,22 +71,11 @@ def revisions() -> list[str]:
     return sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
 
 
-def refuse_another(url: URL) -> None:
-    """Raise StoreError for another application's file. It is opened for reading, as writing would change its mode."""
-    if os.path.isfile(url.database or ""):
-        engine = make_engine(url, readonly=True)
-        try:
-            with errors(url), engine.connect() as connection:
-                _check_owner(connection)
-        finally:
-            engine.dispose()
-
-
 def _check_owner(connection: Connection) -> None:
     if connection.dialect.name != "sqlite":  # a server's database may well be shared
         return
     heads = _heads(connection)
-    tables = sorted({*inspect(connection).get_table_names()} - {"alembic_version"})
+    tables = sorted({*inspect(connection).get_table_names()} - {_VERSION.name})
     if len(heads) > 1 or (tables and not heads):
         raise StoreError(
             f"{SETTING}: {shown(connection.engine.url)!r}: is another application's, with the tables "
@@ -92,24 +83,20 @@ def _check_owner(connection: Connection) -> None:
         )
 
 
-def _migrate(connection: Connection) -> None:
+def _migrate(connection: Connection, *, new: bool) -> None:
+    """Migrate the tables; those of a new database are the newest, so only their revision is noted."""
     from alembic import command  # takes long to import, and most databases are current
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    (command.stamp if new else command.upgrade)(config, "head")
 
 
 def _revision(connection: Connection) -> str | None:
     """The database's revision; None without any. Raises StoreError unless this version knows it."""
     name, heads = shown(connection.engine.url), _heads(connection)
-    if len(heads) > 1:  # of a server's database
-        raise StoreError(
-            f"{SETTING}: {name!r}: alembic_version has several revisions, {in_a_line(', '.join(sorted(heads)), 100)}; "
-            "delete the rows that are not of nsa-bench, or name another database"
-        )
     tables = inspect(connection)
     if heads and tables.has_table("point") and not tables.has_table("attempt"):
         raise StoreError(

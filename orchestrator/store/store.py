@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from jobs.schema.states import PointState
 from jobs.specs.user_files import is_missing
-from orchestrator.database_url import SETTING, BrokenStoreError, StoreError, StoreUnavailable
+from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store import lease, schema, writer
 from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
 from orchestrator.store.models import Attempt, Point, Verdict
@@ -48,8 +48,6 @@ class Store:
                 schema.upgrade(url)
             elif problem := _no_file(path):
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}")
-            elif not readonly:
-                schema.refuse_another(parsed)
         engine = make_engine(parsed, readonly=readonly)
         try:
             with errors(parsed), engine.connect() as connection:
@@ -103,27 +101,6 @@ class Store:
         """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
             writer.apply(session, records)
-
-    def apply_each(self, records: Iterable[Record]) -> list[tuple[Record, str]]:
-        """Store journal records in one transaction, without those that are refused.
-
-        Returns:
-            The refused records, each with the reason.
-
-        Raises:
-            StoreUnavailable, BrokenStoreError: nothing is stored.
-        """
-        refused = []
-        with self.session(writes=True) as session:
-            for record in records:
-                try:
-                    with errors(self.engine.url), session.begin_nested():
-                        writer.apply(session, [record])
-                except (StoreUnavailable, BrokenStoreError):
-                    raise
-                except Exception as err:  # also of a value that a driver cannot pass on
-                    refused.append((record, str(err)))
-        return refused
 
     def beat(
         self,

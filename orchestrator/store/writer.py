@@ -34,7 +34,6 @@ from orchestrator.store.models import (
     Run,
 )
 from orchestrator.store.records import (
-    STORED_BYTES,
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
@@ -50,7 +49,6 @@ from orchestrator.store.records import (
 _METRICS, _QUANTITIES, _SERIES = (Base.metadata.tables[name] for name in ("metric", "quantity", "series"))
 _UNSTARTED = (PointState.PENDING, PointState.SKIPPED, PointState.CANCELLED)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
-_STORED_CHARACTERS = 2 * STORED_BYTES
 
 
 def apply(session: Session, records: Iterable[Record]) -> None:
@@ -235,8 +233,6 @@ def _artifacts(session: Session, records: Sequence[ArtifactRecord]) -> None:
         same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt, Artifact.name == file.name)
         if session.scalar(select(Artifact.id).where(*same)) is None:
             values: dict[str, Any] = {**file.model_dump(), "point_id": record.point_id, "attempt": record.attempt}
-            if len(file.content or "") > _STORED_CHARACTERS:  # of an imported journal
-                values |= {"content": (file.content or "")[-_STORED_CHARACTERS:], "truncated": True}
             session.execute(insert(Artifact), [values])
 
 

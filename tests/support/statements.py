@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pandas as pd
 from sqlalchemy import Engine, event, select
 
 from orchestrator.store import Store
 from orchestrator.store.models import Base
+from orchestrator.store.views import v_gate
 
 
 @contextmanager
@@ -37,6 +39,13 @@ def rows_of(store: Store) -> dict[str, list[str]]:
             )
             for table in tables
         }
+
+
+def verdicts_of(store: Store, run_id: str | None = None) -> pd.DataFrame:
+    """The view v_gate: the newest verdicts on a run, or (None) on the whole store."""
+    query = select(v_gate).where(v_gate.c.run_id == run_id).order_by(v_gate.c.target, v_gate.c.position)
+    with store.session() as session:
+        return pd.DataFrame(session.execute(query).mappings().all())
 
 
 _COUNTED = {("metric", "id"), ("artifact", "id")}

@@ -7,14 +7,6 @@ from pathlib import Path
 from jobs.process import post_mortem
 
 
-def test_oom_kills_are_read_from_both_versions_of_control_groups(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "memory.events").write_text("low 0\noom 4\noom_kill 2\noom_group_kill 0\n")
-    (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    paths = [tmp_path / "memory.events", tmp_path / "memory.oom_control", tmp_path / "missing"]
-    monkeypatch.setattr(post_mortem, "_oom_counters", lambda: iter(paths))
-    assert post_mortem.oom_kills() == 5
-
-
 def test_an_exit_is_described() -> None:
     codes = [-9, -62, 3, None]
     assert [post_mortem.describe_exit(code) for code in codes] == [

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from jobs.process import reporter as reporting
-from jobs.process.messages import Beat, Samples, Warned
+from jobs.process.messages import Beat, Samples
 from jobs.process.reporter import BEAT_INTERVAL_S, ProcessReporter
-from jobs.schema.point import reporter
 
 UNITS = {"loss": "nat/byte", "speed": "tok/s"}
 
@@ -59,18 +58,6 @@ def test_samples_of_a_second_are_thinned_to_one_and_the_last_is_sent() -> None:
     assert {unit for each in sent for unit in each.units.items()} == set(UNITS.items())
 
 
-def test_a_rank_sends_its_own_number_and_its_last_sample() -> None:
-    sent = Sent()
-    report = sent.reporter(rank=1, units=None, interval=lambda _: 0.5, longest=4)
-    for step in range(1, 101):
-        report.sample(step, {"anything": 1 / step})
-    report.warn("a long\nwarning")
-    report.close()
-    assert sent.of("anything", rank=1)[-1] == (100, 0.01)
-    assert len(sent) < 10
-    assert Warned("a lo", 1) in sent
-
-
 def test_a_full_pipe_does_not_hold_up_a_step() -> None:
     stuck, sent = threading.Event(), []
     report = ProcessReporter(lambda _: sent.append(stuck.wait(60)), units=UNITS, interval=lambda _: 0.01)
@@ -94,11 +81,3 @@ def test_a_series_must_be_declared_and_in_order_and_finite() -> None:
     report.sample(1, {"loss": math.nan, "speed": 3.0})
     report.close()
     assert (sent.of("loss"), sent.of("speed")) == ([], [(1, 3.0)])
-
-
-def test_a_plain_function_may_stand_for_a_reporter() -> None:
-    beats: list[tuple] = []
-    report = reporter(lambda phase, done=0, total=0: beats.append((phase, done, total)))
-    report("train", 1, 2)
-    report.sample(1, {"anything": 1.0})
-    assert beats == [("train", 1, 2)]

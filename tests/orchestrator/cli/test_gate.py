@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from nsa_command import Nsa
+from statements import verdicts_of
 
 from orchestrator.cli.resolve import Node
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import DEFAULT_GATES, load_gates
 from orchestrator.judge.verdicts import judge
-from orchestrator.store import Store, queries
+from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord
 
 H200 = "NVIDIA H200"
@@ -82,7 +83,7 @@ def test_gate_is_go_only_if_each_machine_asked_is(nsa: Nsa):
 def test_gate_stores_verdicts_by_hardware(nsa: Nsa, tmp_path: Path):
     assert nsa("gate")[0] == 3
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}", readonly=True) as store:
-        stored = queries.verdicts(store).groupby("target")["target_result"].first()
+        stored = verdicts_of(store).groupby("target")["target_result"].first()
     assert len(stored) == 3 * 6 + 4
     assert stored["linear-scaling/1x-h200"] == "GO"
     assert stored["m7c-125m/1x-h200"] == "UNKNOWN"

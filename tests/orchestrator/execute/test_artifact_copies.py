@@ -13,7 +13,6 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
-from processes import wait_for
 
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import artifact_copies
@@ -65,17 +64,6 @@ files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
     assert files["note.txt"].content == "caf?"
     assert files["trace.bin"].content is None
     assert not Path(str(files["stdout.txt"].content).strip()).exists()  # temporary files end with the point
-
-
-def test_a_point_learns_where_its_checkpoints_lie(measure, tmp_path) -> None:
-    """In the store, beside the folders of its attempts; nowhere without a store."""
-    code = "files['checkpoints.txt'] = str(beat.surroundings.checkpoints)"
-    seen = texts(measure(code, code))
-    there = f"file://{tmp_path}/store/r"
-    assert seen == {"0 checkpoints.txt": f"{there}/0000/checkpoints", "1 checkpoints.txt": f"{there}/0001/checkpoints"}
-    updates = measure("value = float(beat.surroundings.checkpoints is None)", store=None)
-    (outcome,) = [update for update in updates if isinstance(update, OutcomeRecord)]
-    assert outcome.metrics[0].value == 1
 
 
 def test_a_file_that_cannot_be_kept_costs_only_itself(measure) -> None:
@@ -171,13 +159,3 @@ def test_files_of_a_store_that_hangs_are_given_up_with_a_warning_each(hanging: s
 
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
     assert rest(hanging, Source("a.txt", "a"), stopped=Hanging.asked.is_set) == []
-
-
-def test_a_stop_ends_a_copy(tmp_path: Path) -> None:
-    def copying() -> bool:
-        return any(path.is_file() for path in (tmp_path / "store").rglob("*"))
-
-    with (tmp_path / "big").open("wb") as file:
-        file.truncate(4 << 30)  # a hole, which takes seconds to hash
-    assert rest(f"file://{tmp_path / 'store'}", Source("big", tmp_path / "big"), stopped=copying) == []
-    wait_for(lambda: not copying(), 60)

@@ -126,27 +126,11 @@ def test_a_value_that_pytorch_rejects_is_named() -> None:
     )
 
 
-def test_each_interpreter_describes_the_machine_with_its_own_packages(other: str) -> None:
-    machines = requirements.check(wants(pythons=(None, other), device="auto"))
-    assert list(machines) == [None, other]
-    assert machines[None].fingerprint == machines[other].fingerprint
-    assert machines[None].device == machines[other].device
-
-
 def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: str) -> None:
     with pytest.raises(
         UserError, match=rf"^python: '{bare}': lacks the package \w+ on node .*; install it with {bare}"
     ):
         requirements.check(wants(pythons=(bare,)))
-
-
-def test_a_probe_that_is_killed_says_where(monkeypatch) -> None:
-    def killed(*args, **options):
-        raise UserError("killed by SIGKILL")
-
-    monkeypatch.setattr(requirements, "probe", killed)
-    with pytest.raises(UserError, match=r"^device: 'cpu': cannot be looked at on node \S+: killed by SIGKILL; .*again"):
-        requirements.check(wants(pythons=(None,)))
 
 
 def test_paths_and_interpreters_that_a_node_lacks_are_named(tmp_path: Path, monkeypatch) -> None:

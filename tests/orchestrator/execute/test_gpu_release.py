@@ -13,7 +13,7 @@ from processes import wait_for
 from jobs.hardware import nvml, telemetry
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release
-from orchestrator.execute.gpu_release import Baseline, misfit, visible
+from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress
 
@@ -52,10 +52,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(nvml, "compute_pids", lambda device: [])
     monkeypatch.setattr(nvml, "describe", made.describe)
     monkeypatch.setattr(telemetry, "GpuSampler", made.sampler)
-    monkeypatch.setattr(gpu_release, "_used", lambda gpu: 0)
+    monkeypatch.setattr(gpu_release, "_used", lambda gpus: dict.fromkeys(gpus, 0))
     yield made
     made.answers.set()
-    wait_for(lambda: all(asked.done() for asked in gpu_release._unanswered))
 
 
 @pytest.fixture
@@ -66,33 +65,18 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -> None:
-    baseline = Baseline.take(["0"])
+    gpus = Gpus("0")
+    gpus.note_use()
     driver.answers.clear()
     before = driver.asked
-    obstacle = baseline.wait_free({7})  # returns although the driver answers nothing
+    obstacle = gpus.wait_free({7})  # returns although the driver answers nothing
     assert re.fullmatch(
         r"NVML does not answer, and GPU 0 may be in use after \d+ s; the next point on it may find less memory",
         str(obstacle),
     )
     assert driver.asked == before + 1, "each question leaves a thread"
     driver.answers.set()
-    wait_for(lambda: baseline.wait_free({7}) is None)
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_driver_that_is_wedged_before_a_point_is_told_after_it(driver: Driver, monkeypatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert "has NVIDIA H100; name one type" in str(misfit(["0"], "NVIDIA A100"))
-    driver.answers.clear()
-    assert (visible(None), misfit(["0"], "NVIDIA A100")) == ([], None)
-    obstacle = Baseline.take(["0"]).wait_free({7})
-    assert obstacle == "NVML does not answer; whether the point's GPUs are free is not known"
-
-
-def test_points_on_the_cpu_ask_no_driver(driver: Driver) -> None:
-    driver.answers.clear()
-    assert Baseline.take([]).wait_free({7}) is None
-    assert driver.asked == 0
+    wait_for(lambda: gpus.wait_free({7}) is None)
 
 
 def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind, monkeypatch) -> None:

@@ -16,13 +16,9 @@ from processes import wait_for
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import WorkerGroupError
 
-from jobs.hardware.gpu_samples import Sample
-from jobs.process.messages import Cluster, MeasurePoint
+from jobs.process.messages import Cluster
 from jobs.schema.launcher import RanksEnded
-from jobs.schema.point import Measurement, Metric
-from jobs.schema.quantities import GPU_POWER, GPU_UTILIZATION
-from jobs.training.rank import PROCESS_GROUP
-from orchestrator.execute.ray_launcher import RankProgress, RayLauncher, driver, end_of_ranks
+from orchestrator.execute.ray_launcher import RankProgress, driver, end_of_ranks
 from orchestrator.execute.ray_rank import Placed, Post, Raised, RankRaised
 
 
@@ -55,23 +51,6 @@ def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(progres
     assert dict(end_of_ranks(error, progress, {"id-b"}).died) == {}, "rank 1 has told its end"
 
 
-def test_metrics_of_all_ranks_gpus_are_added_to_those_that_are_there() -> None:
-    launcher = RayLauncher(MeasurePoint("train", {}, "cuda"), Cluster(1, 1), lambda _: None)
-    there = Measurement((Metric.of(GPU_UTILIZATION, 50.0),))
-    assert launcher.with_gpu_metrics(there) is there
-    launcher.agents.samples = [
-        Sample(gpu, number, 0.2 * number, 90.0, 1000.0, power, 1500.0, 40.0, 0, (1,))
-        for number in range(3)
-        for gpu, power in (("a:0", 300.0), ("b:0", 100.0))
-    ]
-    metered = launcher.with_gpu_metrics(there)
-    values = {metric.name: metric.value for metric in metered.metrics}
-    assert values[GPU_UTILIZATION.name] == 50.0
-    assert values[GPU_POWER.name] == pytest.approx(200.0)
-    assert "GPU a:0" in str(metered.files["telemetry.txt"])
-    assert "GPU b:0" in str(metered.files["telemetry.txt"])
-
-
 def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[Any] = []
     faults = [ActorUnavailableError("away", b"0" * 16)] * 3
@@ -90,23 +69,6 @@ def test_messages_of_a_rank_outlast_a_fault_of_the_network(monkeypatch: pytest.M
     post("second")
     post.close()
     assert arrived == ["first", "second"]
-
-
-def test_process_group_variables_of_a_point_a_job_and_a_node_win_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    environments: list[dict[str, Any]] = []
-    monkeypatch.setattr(ray, "init", lambda **options: environments.append(options["runtime_env"]["env_vars"]))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    name, job = "TORCH_NCCL_HIGH_PRIORITY", {"env_vars": {"TORCH_NCCL_HIGH_PRIORITY": "job"}}
-
-    def variables(node: dict[str, str], **cluster: Any) -> dict[str, str]:
-        own = {key: value for key, value in os.environ.items() if key not in PROCESS_GROUP}
-        with patch.dict(os.environ, own | node, clear=True), driver(Cluster(1, 1, **cluster), Event()):
-            return environments[-1]
-
-    assert PROCESS_GROUP.items() <= variables({}).items()
-    assert name not in variables({name: "node"}), "the ranks inherit it"
-    assert variables({name: "node"}, runtime_env=job)[name] == "job"
-    assert variables({name: "node"}, runtime_env=job, env_vars={name: "point"})[name] == "point"
 
 
 def test_sigterm_while_ray_connects_ends_the_ranks_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from statements import verdicts_of
 
 import orchestrator
 from jobs.schema.states import PointState, Result, RunState
@@ -17,7 +18,7 @@ from orchestrator.judge.filters import ANY
 from orchestrator.judge.rules import DEFAULT_GATES
 from orchestrator.judge.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
 from orchestrator.report.summary import print_verdicts
-from orchestrator.store import Store, queries
+from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, StartRecord
 
@@ -310,14 +311,13 @@ def test_verdicts_are_stored_and_the_newest_shown(store: Store, sweep):
     store.apply_many(with_bound(sweep()))
     save_verdicts(store, None, evaluate(store, load_gates()))
     save_verdicts(store, RUN, evaluate(store, load_gates(), [RUN]))
-    frame = queries.verdicts(store)
+    frame = verdicts_of(store)
     assert set(frame.target) == {verdict.name for verdict in empty}
     shown = frame[frame.target == "linear-scaling/cpu"]
     assert set(shown.target_title) == {f"{linear(store).title} (on CPU)"}
     assert shown.result.tolist() == ["GO"] * 4
     assert shown.evidence.iloc[1] == [f"{RUN}/{n}" for n in range(4)]
-    assert len(queries.verdicts(store, latest=False)) == 2 * len(frame)
-    assert len(queries.verdicts(store, RUN)) == len(frame)
+    assert len(verdicts_of(store, RUN)) == len(frame)
 
 
 PLAN = {"layers": 12, "seq_len": 2048, "batch": 2, "compile": "on", "cuda_graphs": "on", "checkpointing": "off"}

@@ -35,15 +35,6 @@ def test_a_second_interpreter_and_environment_measure_the_same_point(home, spec,
         assert list(points["python"].fillna("")) == ["", "", other, other]
 
 
-def test_a_setting_without_effect_is_refused_before_anything_is_measured(home, spec, capsys, snippet_kind) -> None:
-    path = spec("pass", more="env: [{}, {NCCL_DEBUG: INFO}]\n")
-    assert driver.main([str(path), "--local"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: env.NCCL_DEBUG: 'INFO': has no effect on ")
-    assert line.endswith(": it concerns GPUs, and the points run on the CPU; remove it")
-    assert not (home / "artifacts").exists()
-
-
 def test_paths_and_interpreters_are_looked_for_where_the_points_run(home, tmp_path, capsys) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(TRAIN.format("/no/data") + "python: [/no/python]\n")

@@ -63,11 +63,6 @@ def test_no_odd_point_costs_another(home, spec, database_url, new_database, monk
             assert queries.measurements(store, run_ids=[run_id]).value.tolist() == [1.0, 1.0, 1.0, 1.0, 7.0]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def ended(state: PointState = PointState.OK, **fields: Any) -> OutcomeRecord:
     return OutcomeRecord(run_id="r", point_id="r/0", attempt=1, state=state, **fields)
 
@@ -78,15 +73,6 @@ def test_a_terminal_that_lacks_a_character_shows_its_code() -> None:
         watching.ended(ended(PointState.ERROR, reason="日本"))
     out.seek(0)
     assert out.read() == "[1/1] error \\xe9: \\u65e5\\u672c\n"
-
-
-def test_a_point_that_is_handed_out_again_has_one_bar() -> None:
-    with Watcher({"r/0": "point"}, 0, [], Terminal()) as watching:
-        for attempt in (1, 2):
-            watching.started(StartRecord(run_id="r", point_id="r/0", attempt=attempt))
-        assert len(watching._bars.tasks) == 2  # and the run's
-        watching.ended(ended())
-        assert len(watching._bars.tasks) == 1
 
 
 @pytest.mark.parametrize(

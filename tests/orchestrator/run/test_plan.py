@@ -156,16 +156,3 @@ def test_a_resumed_run_says_why_points_are_measured_again() -> None:
     machine = "the device, its driver, a version or a variable differs from what they were measured with"
     assert _events(_resumed(machine=there)) == [f"2 points that had ended are measured again: {machine}"]
     assert _events(_resumed(now=changed, machine=there))[0].endswith(f"(code_hash same is now new); and {machine}")
-
-
-def test_another_artifact_store_is_warned_of_where_points_remain() -> None:
-    """A training would begin anew there, without its checkpoints."""
-    here, there = (RUN.model_copy(update={"artifact_store": f"file:///{name}"}) for name in "ab")
-    assert _events(_resumed(here, there)) == []
-    (warning,) = _events(_resumed(here, there, state=PointState.CANCELLED))
-    assert warning.startswith("NSA_ARTIFACT_STORE: file:///b: was file:///a; checkpoints that are only there are not")
-    assert _events(_resumed(here, here, state=PointState.CANCELLED)) == []
-
-
-def test_a_run_that_ended_before_its_first_point_is_resumed() -> None:
-    assert len(plan.resumed_plan(RUN, [_size(0)], CPU, plan.History(RUN), again=False).assignments) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +15,8 @@ from sqlalchemy import delete
 from jobs.schema.states import PointState
 from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.messages import Progress
-from orchestrator.run import resume
 from orchestrator.run.recorder import Recorder
-from orchestrator.store import Store, journal, projector, queries, upgrade
+from orchestrator.store import Store, journal, queries, upgrade
 from orchestrator.store.journal import Journal
 from orchestrator.store.models import Run
 from orchestrator.store.records import EventRecord, OutcomeRecord, Record, now
@@ -50,15 +48,14 @@ class FlakyStore:
         self._answer()
         self.kept += [record for record in records if record not in self.kept]
 
-    def apply_each(self, records) -> list[tuple[Record, str]]:
-        return [(record, str(self.error)) for record in records]
-
     def beat(self, run_id: str, point_id: str, at: object, phase: str, *_: object) -> None:
         self._answer()
         self.signs.append(phase)
 
     def take_lease(self, run_id: str) -> None:
         self._answer()
+
+    end_lease = take_lease
 
     def _answer(self) -> None:
         assert self.answers.wait(60)
@@ -85,7 +82,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorder(path: Path, flaky: FlakyStore, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    monkeypatch.setattr(projector, "_LAST_RETRY_S", 0.01)
+    monkeypatch.setattr("orchestrator.run.recorder._LAST_RETRY_S", 0.01)
     with Journal(path) as book:
         yield Recorder("r", book, flaky, told.append)  # type: ignore[arg-type]
 
@@ -176,44 +173,12 @@ def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path
     assert lines[0].startswith("records not in the database: 3; ")
 
 
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_record_that_the_database_refuses_costs_no_other(
-    sqlite_store: Store, sweep, path, told, place, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its point ends as an error that says why, and the run goes on being stored, also when resumed elsewhere."""
-    monkeypatch.setattr("orchestrator.run.recorder.SLOW_S", 600)  # a slow disk is not told of among the rest
-    run, *rest = sweep()
-    bad = [record for record in rest if isinstance(record, OutcomeRecord)][place]
-    twice = bad.model_copy(update={"metrics": bad.metrics * 2})
-    with Journal(path) as book, ExitStack() as stack:
-        recorder = Recorder(run.run_id, book, sqlite_store, told.append)
-        stack.callback(recorder.close, 0)
-        recorder.write([run])
-        recorder.write([twice if record is bad else record for record in rest])
-        recorder.close(patience_s=20)
-        assert recorder.stored, told
-    assert len(told) == 1
-    with Store.open(f"sqlite:///{tmp_path / 'other.db'}") as other:  # it refuses the record that the journal has, too
-        with resume.opened(run.run_id, path.parent) as (book, history):
-            assert history.points[bad.point_id].state == PointState.ERROR
-            with Recorder(run.run_id, book, other, told.append) as recorder:
-                assert recorder.close(patience_s=20) == []
-        for store in (sqlite_store, other):
-            states = queries.points(store, run.run_id).set_index("point_id")
-            assert states.state.pop(bad.point_id) == PointState.ERROR
-            assert "its results cannot be kept" in states.reason[bad.point_id]
-            assert (states.state == PointState.OK).sum() == 7
-            found = queries.run(store, run.run_id)
-            assert found is not None
-            assert found["state"] == "done"
-
-
 @pytest.mark.parametrize("file", ["another", "none for a while", "the same without the run"])
 def test_a_database_that_is_replaced_while_a_run_goes_on_gets_all_of_it(
     sqlite_store: Store, sweep, path, told, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outcome is no error because the database does not know its point."""
-    monkeypatch.setattr(projector, "_LAST_RETRY_S", 0.01)
+    monkeypatch.setattr("orchestrator.run.recorder._LAST_RETRY_S", 0.01)
     records, database = sweep(), tmp_path / "nsa.db"
     place = next(number for number, record in enumerate(records) if isinstance(record, OutcomeRecord))
     with Journal(path) as book:

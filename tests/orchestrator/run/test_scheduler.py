@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections import deque
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,14 +15,12 @@ from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import ExecutorGone
-from orchestrator.execute.artifacts import ArtifactStore
 from orchestrator.messages import Assignment, BatchEnded, Conditions
-from orchestrator.run import scheduler
 from orchestrator.run.plan import new_plan
 from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
-from orchestrator.store import journal
+from orchestrator.store import Store, journal
 from orchestrator.store.journal import Journal
 from orchestrator.store.records import (
     ArtifactData,
@@ -83,8 +81,12 @@ def run(tmp_path: Path):
         begun = RunRecord(run_id="r", name="t", kind="k", spec={}, spec_hash="")
         todo = new_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)})
         conditions, path = Conditions("cpu", Deadlines(), warm=warm, store=store), tmp_path / journal.NAME
-        with Journal(path) as book, Watcher(todo.labels, 0, [], StringIO()) as watcher:
-            recorder, often = Recorder("r", book, None, print), {"slots": slots, "retries": retries, **often}
+        with (
+            Journal(path) as book,
+            Watcher(todo.labels, 0, [], StringIO()) as watcher,
+            Recorder("r", book, MagicMock(Store), print) as recorder,
+        ):
+            often = {"slots": slots, "retries": retries, **often}
             scheduler = Scheduler(executor, recorder, watcher, todo, conditions, **often)  # type: ignore[arg-type]
             state = scheduler.run(stopped)
         return state, scheduler.states, list(journal.read(path))
@@ -206,30 +208,6 @@ def test_a_store_that_is_another_folder_elsewhere_is_warned_of_once(run, tmp_pat
     assert event.message == (
         "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
     )
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_store_that_answers_late_or_never_holds_up_no_point(run, tmp_path, monkeypatch, answers: bool) -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def exists(*_: object) -> bool:
-        asked.set()
-        assert answer.wait(60)
-        return False
-
-    class Late(Script):
-        def poll(self, timeout: float) -> list:
-            """The store answers after the third point."""
-            if answers and len(self.batches) == 4 and asked.wait(30):
-                answer.set()
-            return super().poll(timeout)
-
-    monkeypatch.setattr(ArtifactStore, "exists", exists)
-    monkeypatch.setattr(scheduler, "_LAST_LOOK_S", 30.0 if answers else 0.1)
-    _, states, records = run(Late(), 5, store=f"file://{tmp_path}")
-    answer.set()
-    assert states == {PointState.OK: 5}
-    assert len(events(records)) == answers
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["a lost supervisor", "a cancelled run"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -14,25 +13,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import ray
 from processes import wait_for
 from typer.testing import CliRunner
 
 from jobs.schema.point import Machine
-from jobs.specs.load import parse_spec
 from orchestrator.background import BackgroundCall
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.errors import ExecutorGone, UserError
-from orchestrator.execute import ray_cluster, ray_connection, ray_folder
+from orchestrator.execute import ray_connection, ray_folder
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_connection import ClusterWatch
 from orchestrator.run import driver
-from orchestrator.settings import load_settings
 from orchestrator.store import Store, importer, journal, queries
 from orchestrator.store.records import RunRecord
 
@@ -173,101 +167,10 @@ def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsy
     assert "answers nothing" in run["events"][0]
 
 
-GPUS_OF_TWO_TYPES = {
-    "a": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:A100": 1.0},
-    "h": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0},
-}
-A_GPU_AND_NONE = {"c": {"CPU": 64.0}, "h": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}}
-A_GPU_A_NODE = {name: {"CPU": 8.0, "GPU": 1.0, "accelerator_type:H100": 1.0} for name in ("h", "i")}
-
-
-class Nodes:
-    """A cluster that answers at once, and whose node "h" is probed; time passes as it is asked."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: dict[str, dict[str, float]]) -> None:
-        self.nodes, self.clock, self.probed = dict(nodes), 0.0, True
-        self.machine = Machine("cuda", "test", 8 << 30, {"torch": "0"})
-        task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "answer"))
-        monkeypatch.setattr(ray_cluster, "connect", lambda spec, settings: None)
-        monkeypatch.setattr(ray_cluster, "_head", lambda: "127.0.0.1:1")
-        monkeypatch.setattr(ray_cluster, "_nodes", lambda: dict(self.nodes))
-        monkeypatch.setattr(ray_connection, "answers", lambda head: True)
-        monkeypatch.setattr(ray_connection, "BackgroundCall", _done_at_once)
-        monkeypatch.setattr(ray_connection.time, "monotonic", lambda: self.clock)
-        monkeypatch.setattr(ray, "remote", lambda **_: lambda function: task)
-        monkeypatch.setattr(ray, "wait", self._wait)
-        monkeypatch.setattr(ray, "get", lambda answer: ("h", {None: self.machine}))
-
-    def executor(self, **fields: Any) -> ray_cluster.RayExecutor:
-        spec = {"kind": "train", "name": "t", "seq_len": 32, "steps": 20, "batch": 12, **fields}
-        return ray_cluster.RayExecutor(parse_spec(spec), load_settings())
-
-    def run_for(self, minutes: float, executor: ray_cluster.RayExecutor) -> None:
-        until = self.clock + 60 * minutes
-        while self.clock < until:
-            self.clock += 5
-            executor.poll(0)
-
-    def _wait(self, answers: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        self.clock += 5
-        assert self.clock < 3600, "waits without end"
-        return (answers, []) if self.probed else ([], answers)
-
-
 def _done_at_once(call: Callable[[], bool]) -> BackgroundCall[bool]:
     made = BackgroundCall(call)
     assert made.done(timeout=60)
     return made
-
-
-@pytest.mark.parametrize(
-    ("nodes", "fields", "lacks"),
-    [
-        (GPUS_OF_TWO_TYPES, {"device": "cuda"}, "no node of the cluster has the 1 GPU and 1 CPU cores on H100"),
-        (A_GPU_AND_NONE, {"device": "auto"}, "no node of the cluster has the 1 GPU and 1 CPU cores on H100"),
-        ({**GPUS_OF_TWO_TYPES, **A_GPU_A_NODE}, {"device": "cuda", "ranks": 2}, "ranks: 2: .* room for 1, .* on H100"),
-    ],
-    ids=["type", "auto", "ranks"],
-)
-def test_a_run_waits_for_the_room_that_its_points_ask_for(monkeypatch, nodes, fields, lacks) -> None:
-    """Other nodes would do for the spec, but the points are planned for the card that was probed."""
-    cluster = Nodes(monkeypatch, nodes)
-    executor = cluster.executor(**fields)
-    executor.slots(executor.probe()[None])
-    cluster.run_for(20, executor)
-    gone = cluster.nodes.pop("h")
-    cluster.run_for(9, executor)
-    cluster.nodes["h"] = gone  # it came back
-    cluster.run_for(20, executor)
-    del cluster.nodes["h"]
-    with pytest.raises(ExecutorGone, match=f"waited 600 s for a node that can run a point: {lacks}"):
-        cluster.run_for(11, executor)
-
-
-def test_a_probe_waits_for_the_room_that_it_asks_for(monkeypatch) -> None:
-    cluster = Nodes(monkeypatch, A_GPU_AND_NONE)
-    executor = cluster.executor(device="auto")
-    cluster.probed = False
-    del cluster.nodes["h"]
-    with pytest.raises(ExecutorGone, match="no node of the cluster has the 1 GPU and 1 CPU cores that a point"):
-        executor.probe()
-    assert 600 <= cluster.clock < 700
-
-
-def test_a_head_that_is_silent_is_asked_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray lets the question wait until it ends the driver, which then has recorded nothing."""
-    clock, asked = [0.0], []
-    monkeypatch.setattr(ray_connection.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(ray_connection, "BackgroundCall", _done_at_once)
-    monkeypatch.setattr(ray_connection, "answers", lambda head: clock[0] <= 20)
-    watch = ClusterWatch("127.0.0.1:1", lambda: asked.append(clock[0]))
-    while clock[0] < 55:
-        clock[0] += 1
-        watch.look()
-    assert asked == [5, 10, 15, 20]
-    clock[0] = 60
-    with pytest.raises(ExecutorGone, match=r"its head at 127\.0\.0\.1:1 does not answer"):
-        watch.look()
 
 
 def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,18 +213,3 @@ def test_a_resume_with_points_to_measure_is_pending_while_it_waits(home, spec, w
     assert seen == ["done"]
     waits(lambda: wait_for(lambda: only_run(home)["state"] == "pending"))
     assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("job", "allowed", "seconds"),
-    [(None, None, math.inf), ("raysubmit_1", "60", 57.0), ("raysubmit_1", None, 0.0), ("raysubmit_1", "3", 0.0)],
-    ids=["no job", "a job with time", "a job", "a job with as much as by default"],
-)
-def test_points_that_save_a_checkpoint_are_waited_for_as_long_as_a_stop_may_take(
-    monkeypatch: pytest.MonkeyPatch, job: str | None, allowed: str | None, seconds: float
-) -> None:
-    monkeypatch.setattr(ray_cluster.provenance, "submission_id", lambda: job)
-    monkeypatch.delenv("RAY_JOB_STOP_WAIT_TIME_S", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", allowed)
-    assert ray_cluster._time_to_stop() == seconds

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError, JournalFull
-from orchestrator.store.records import EventRecord, OutcomeRecord, PointRecord, Record, StartRecord
+from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
 
 
 @contextmanager
@@ -59,32 +59,12 @@ def test_a_torn_last_line_is_skipped_and_then_removed(path: Path, torn: str, bef
     assert messages(path) == [*before, "b"]
 
 
-@pytest.mark.parametrize(
-    "point_id", ["s/0", "r", "r/", "r/0/1", "r/x", "rr/0", "7", "r/00", "r/\N{ARABIC-INDIC DIGIT ONE}"]
-)
+@pytest.mark.parametrize("point_id", ["s/0", "r", "r/0/1", "rr/0", "r/00"])
 def test_a_line_that_names_another_runs_point_is_refused(path: Path, point_id: str) -> None:
     with Journal(path) as book:
         book.append([StartRecord(run_id="r", point_id="r/0", attempt=1)])
         book.append([StartRecord(run_id="r", point_id=point_id, attempt=1)])
-    with pytest.raises(JournalError, match=f"line 2 names the point '{point_id}', which is not one of its run 'r'"):
-        messages(path)
-
-
-@pytest.mark.parametrize(
-    ("stranger", "fault"),
-    [
-        (EventRecord(run_id="s", message="b"), "line 2 is of the run 's', in the journal of 'r'"),
-        (StartRecord(run_id="s", point_id="s/0", attempt=1), "line 2 is of the run 's', in the journal of 'r'"),
-        (
-            PointRecord(run_id="r", point_id="r/0", index=1, key="k", label="l", config={}, axes={}),
-            "line 2 gives the point 'r/0' the number 1, in the journal of 'r'",
-        ),
-    ],
-)
-def test_a_line_of_another_run_is_refused(path: Path, stranger: Record, fault: str) -> None:
-    with Journal(path) as book:
-        book.append([note("a"), stranger])
-    with pytest.raises(JournalError, match=fault):
+    with pytest.raises(JournalError, match=f"line 2 is of '{point_id}', in the journal of 'r'"):
         messages(path)
 
 
@@ -117,24 +97,6 @@ def test_a_disk_that_takes_no_more_leaves_the_journal_as_it_was(path: Path) -> N
         assert path.read_bytes() == before
         book.append([note("d")])
     assert messages(path) == ["a", "d"]
-
-
-def test_records_are_read_beside_the_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_BLOCK", 16)  # less than a record
-    records = [note("a"), note("b" * 500), note("\r\n\x85"), note("d")]
-    with Journal(path) as book:
-        book.append(records)
-        found, place = [], 0
-        while place < book.end:
-            more, place = book.records(place, 3)
-            found += more
-        assert found == records
-        assert book.records(place, 3) == ([], place)
-        first, middle = book.records(0, 1)
-        assert first == records[:1]
-        path.write_bytes(path.read_bytes()[: middle + 5])
-        with pytest.raises(JournalError, match="was changed by another process"):
-            book.records(middle, 1)
 
 
 def test_empty_fields_of_older_journals_are_left_out(tmp_path: Path) -> None:
