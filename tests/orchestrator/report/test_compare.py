@@ -114,7 +114,7 @@ def test_a_commit_is_compared_by_a_command(
     done = nsa("compare", "ccccccc", "ddddddd", "--format", "md")
     assert done.code == 1
     assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
-    assert "| triton | forward | 12/2 heads | 8192 |" in done.out
+    assert "| triton | forward | 12/2 | 8192 |" in done.out
     assert nsa("compare", "a", "a").code == 0
     assert nsa("compare", "a", "new", "--metric", "nonsense").err.startswith(
         "error: --metric: 'nonsense': a has no posit"
