@@ -24,11 +24,12 @@ from .runtime.tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
 from .shared.ranges import load_rows
 
 _BUFFER = 64 << 20  # bytes that one chunk's scores may take
+_RUN = tl.constexpr(8)  # neighbouring blocks that one group holds
 
 
 @triton.jit
 def _importance(
-    Q, K, LSE, SCORES, S, N, offset, first, rows, blocks, scale2,
+    Q, K, LSE, SCORES, S, N, offset, first, rows, blocks, sixteens, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     TAPS: tl.constexpr, CMP_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +37,7 @@ def _importance(
 
     Grid: (tiles of M queries, tiles of BN - HALO blocks, sequences x kv heads). A program owns M queries of one kv head
     and its blocks, with taps padded to TAPS: it sums exp2(s - lse) over the group's heads, weighs it by overlap, and
-    writes SCORES [B·HKV,rows,blocks] float32. Tiles wholly in the future stay unwritten. HALO: where compressed tokens
+    writes SCORES [B·HKV,rows,16·sixteens] float32. Tiles wholly in the future stay unwritten. HALO: where compressed tokens
     overlap, the first column is the block before the tile, for the overlap that it passes on.
     Q [B,S,HQ,D], K [B,N,HKV,D], contiguous; LSE [B,S,HQ] float32, base 2.
     """
@@ -67,7 +68,7 @@ def _importance(
             handed = _sum_taps(p, beyond / STRIDE, M, TAPS, BN)
             score += tl.gather(handed, tl.broadcast_to(tl.maximum(column - 1, 0)[None, :], [M, BN]), 1)
         block = j - HALO + column
-        at = SCORES + (tl.program_id(2).to(tl.int64) * rows + r)[:, None] * blocks + block[None, :]
+        at = SCORES + (tl.program_id(2).to(tl.int64) * rows + r)[:, None] * (sixteens * 16) + block[None, :]
         tl.store(at, score, mask=ok[:, None] & ((column >= HALO) & (block < blocks))[None, :])
 
 
@@ -78,9 +79,9 @@ def _sum_taps(p, weight, M: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _free(SCORES, n, own, blocks, INIT: tl.constexpr, LOCAL: tl.constexpr):
+def _free(SCORES, n, own, pitch, INIT: tl.constexpr, LOCAL: tl.constexpr):
     """Score bits of blocks n; -1 for forced blocks and for those after the query's own, whatever SCORES holds there."""
-    score = tl.load(SCORES + n, mask=(n < blocks) & (own >= 0), other=0.0)
+    score = tl.load(SCORES + n, mask=(n < pitch) & (own >= 0), other=0.0)
     return tl.where((n >= INIT) & (n <= own - LOCAL), score.to(tl.int32, bitcast=True), -1)
 
 
@@ -93,31 +94,32 @@ def _best(bits, n):
 
 @triton.jit
 def _choose(
-    SCORES, CHOSEN, S, offset, first, rows, blocks,
+    SCORES, CHOSEN, S, offset, first, rows, sixteens,
     HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    SLC_BLOCK: tl.constexpr, RUN: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr,
+    SLC_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Selected blocks: the forced ones, and the best of the others by score.
 
     Grid: (tiles of ROWS queries, sequences x kv heads). A program owns ROWS queries of one kv head, which hide each
     other's latency, and writes CHOSEN [B,S,HKV,COUNT] int32, ascending, padded with -1.
-    Runs of RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes the
-    best of these 32, and scans only the winner's MEMBERS blocks for its successor.
-    SCORES [B·HKV,rows,blocks] float32, of queries first .. first+rows-1, as `_importance` writes them.
+    Runs of _RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes
+    the best of these 32, and scans only the winner's blocks for its successor.
+    SCORES [B·HKV,rows,16·sixteens] float32, of queries first .. first+rows-1, as `_importance` writes them.
     """
     LAST: tl.constexpr = 0x7FFFFFFF
+    pitch = sixteens * 16  # a known multiple, for wide loads
     r, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     own = tl.where(r < rows, (offset + first + r) // SLC_BLOCK, -1)
-    SCORES += (head.to(tl.int64) * rows + r[:, None]) * blocks
+    SCORES += (head.to(tl.int64) * rows + r[:, None]) * pitch
     group, slot = tl.arange(0, 32)[None, :], tl.arange(0, COUNT_P)[None, :]
-    members = tl.arange(0, MEMBERS)[None, :]
     held, holder = tl.full([ROWS, 32], -1, tl.int32), tl.full([ROWS, 32], LAST, tl.int32)
-    for j in range(0, tl.max(own, 0) + 1, 32 * RUN):
-        n = j + tl.arange(0, 32 * RUN)[None, :]
-        bits = tl.reshape(_free(SCORES, n, own[:, None], blocks, INIT, LOCAL), [ROWS, 32, RUN])
+    last = tl.max(own, 0)
+    for j in range(0, last + 1, 32 * _RUN):
+        n = j + tl.arange(0, 32 * _RUN)[None, :]
+        bits = tl.reshape(_free(SCORES, n, own[:, None], pitch, INIT, LOCAL), [ROWS, 32, _RUN])
         best = tl.max(bits, 2)
-        run = j + RUN * group
-        n = tl.min(tl.where(bits == best[:, :, None], run[:, :, None] + tl.arange(0, RUN)[None, None, :], LAST), 2)
+        run = j + _RUN * group
+        n = tl.min(tl.where(bits == best[:, :, None], run[:, :, None] + tl.arange(0, _RUN)[None, None, :], LAST), 2)
         holder = tl.where(best > held, n, holder)
         held = tl.maximum(held, best)
     FREE: tl.constexpr = COUNT - INIT - LOCAL
@@ -127,12 +129,18 @@ def _choose(
     for turn in range(FREE):
         best, n = _best(held, holder)
         index = tl.where((slot == turn) & (best >= 0), n, index)
-        member = n // RUN % 32 * RUN + members // RUN * (32 * RUN) + members % RUN
-        bits = _free(SCORES, member, own[:, None], blocks, INIT, LOCAL)
-        after = (bits < best) | ((bits == best) & (member > n))
-        following, at = _best(tl.where(after, bits, -1), member)
-        held = tl.where(group == n // RUN % 32, following, held)
-        holder = tl.where(group == n // RUN % 32, at, holder)
+        winner = n // _RUN % 32
+        following, at = tl.full([ROWS, 1], -1, tl.int32), tl.full([ROWS, 1], LAST, tl.int32)
+        for j in range(0, last + 1, 1024):  # 32 blocks of each group
+            members = tl.arange(0, 32)[None, :]
+            member = j + winner * _RUN + members // _RUN * (32 * _RUN) + members % _RUN
+            bits = _free(SCORES, member, own[:, None], pitch, INIT, LOCAL)
+            after = (bits < best) | ((bits == best) & (member > n))
+            most, first_of_most = _best(tl.where(after, bits, -1), member)
+            at = tl.where(most > following, first_of_most, at)
+            following = tl.maximum(following, most)
+        held = tl.where(group == winner, following, held)
+        holder = tl.where(group == winner, at, holder)
     # Each index is stored at its rank; the rest is padding.
     rank = tl.sum((index[:, None, :] < index[:, :, None]).to(tl.int32), 2)
     found = tl.sum((index < LAST).to(tl.int32), 1)[:, None]
@@ -155,8 +163,9 @@ def select(
     (batch, rows, _, _), kv_heads = q.shape, k_cmp.shape[2]
     blocks = config.slc_blocks(offset + rows)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
-    step = min(max(1, rows - skip), max(1, _BUFFER // (4 * batch * kv_heads * blocks)))
-    buffer = torch.empty(batch * kv_heads * step * blocks, dtype=torch.float32, device=q.device)
+    pitch = 16 * ceil_div(blocks, 16)
+    step = min(max(1, rows - skip), max(1, _BUFFER // (4 * batch * kv_heads * pitch)))
+    buffer = torch.empty(batch * kv_heads * step * pitch, dtype=torch.float32, device=q.device)
     for first in range(skip, rows, step):
         part = min(step, rows - first)
         _score_chunk(q, k_cmp, lse, buffer, config, offset, scale, first, part)
@@ -172,6 +181,7 @@ def _score_chunk(
     blocks = config.slc_blocks(offset + first + rows)
     pointers = dict(Q=q, K=k_cmp, LSE=lse, SCORES=scores)
     numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=offset, first=first, rows=rows, blocks=blocks)
+    numbers |= dict(sixteens=ceil_div(blocks, 16))
     taps = power_of_two(config.slc_block // config.cmp_stride)
     columns = max(2, tile.keys // taps)
     heads = dict(HQ=q.shape[2], HKV=k_cmp.shape[2], D=dim, DP=padded(dim), M=tile.rows, BN=columns, TAPS=taps)
@@ -186,12 +196,9 @@ def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int
     batch, length, kv_heads, count = chosen.shape
     blocks = config.slc_blocks(offset + first + rows)
     pointers = dict(SCORES=scores, CHOSEN=chosen)
-    numbers = dict(S=length, offset=offset, first=first, rows=rows, blocks=blocks)
+    numbers = dict(S=length, offset=offset, first=first, rows=rows, sixteens=ceil_div(blocks, 16))
     sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
-    every = config.slc_blocks(offset + length)
-    run = 8 if every > 128 else 4
-    members = max(32, run * power_of_two(ceil_div(every, 32 * run)))
-    constants = sizes | dict(SLC_BLOCK=config.slc_block, RUN=run, MEMBERS=members, ROWS=4)
+    constants = sizes | dict(SLC_BLOCK=config.slc_block, ROWS=4)
     grid = ceil_div(rows, 4), batch * kv_heads
     launch(_choose, grid, pointers | numbers, constants, Tile(warps=1), stage="topk")
 

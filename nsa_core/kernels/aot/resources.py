@@ -64,10 +64,10 @@ class Usage:
 
 
 def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[list[object]]]]:
-    """Types by argument, and what Triton's run-time marks: the places of arguments that are multiples of 16."""
+    """Types by argument, and the indices of those that Triton's run-time marks as multiples of 16: tensors."""
     names = launch.kernel.arg_names
     types = {name: _type(launch.arguments[name]) if name in launch.arguments else "constexpr" for name in names}
-    places = [i for i, name in enumerate(names) if _divisible(launch.arguments.get(name))]
+    places = [i for i, name in enumerate(names) if isinstance(launch.arguments.get(name), Tensor)]
     return types, {(i,): [["tt.divisibility", 16]] for i in places}
 
 
@@ -97,10 +97,6 @@ def _type(value: object) -> str:
     if isinstance(value, Tensor):
         return f"*{DTYPES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"
-
-
-def _divisible(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

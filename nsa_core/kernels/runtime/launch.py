@@ -135,8 +135,9 @@ def _start(asked: Launch) -> Compiled | None:
     """Run a launch as `start` does, without a range.
 
     Triton's own launch inspects every argument each time, which takes longer than many of these kernels. Compiled
-    kernels are kept here by what Triton specializes on: names, constants, types, and whether pointers and sizes are
-    multiples of 16 or 1. The key has the kernel's id, which stays its own: a kept entry keeps its kernel alive.
+    kernels are kept here by what they depend on: names, constants, types, and whether pointers are multiples of 16.
+    Whole numbers are plain arguments: one kernel serves all lengths. The key has the kernel's id, which stays its own: a
+    kept entry keeps its kernel alive.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
     first = next(iter(arguments.values()))
@@ -158,13 +159,14 @@ def _start(asked: Launch) -> Compiled | None:
             x = x.data_ptr()  # an integer: for a tensor, Triton would ask the driver for its address
             key.append(x & 15 == 0)
         elif isinstance(x, int):
-            key.append((x & 15 == 0, x == 1, -(1 << 31) <= x < 1 << 31))
+            key.append(-(1 << 31) <= x < 1 << 31)
         values.append(x)
     known = tuple(key)
     kept = _compiled.get(known)
     if kept is not None:
         kept.runner(asked.grid)(*kept.ordered([*values, *constants.values()]))
         return kept
+    _generalize(kernel, arguments)
     described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
     try:
         compiled = kernel[asked.grid](**described, **constants, **tile.options)
@@ -177,6 +179,12 @@ def _start(asked: Launch) -> Compiled | None:
     names = [*arguments, *constants]
     _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
     return _compiled[known]
+
+
+def _generalize(kernel: Any, arguments: Mapping[str, Any]) -> None:
+    """Keep Triton from compiling again for whole numbers that are 1 or multiples of 16."""
+    for param in getattr(kernel, "params", ()):  # the interpreter's functions have none
+        param.do_not_specialize |= isinstance(arguments.get(param.name), int)
 
 
 def _exceeded(err: Exception) -> str | None:

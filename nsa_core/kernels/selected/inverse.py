@@ -26,12 +26,12 @@ _TILE = Tile(warps=4)
 
 @triton.jit
 def _sort_keys(
-    CHOSEN, KEYS, total, S, choosing, rows, blocks, keys, skip,
-    HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr,
+    CHOSEN, KEYS, total, S, choosing, rows, blocks, keys, skip, bias,
+    HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Sort keys of all entries: the number of (chunk, sequence, kv head, block), in that order.
 
-    Grid: (entries / N, 1). A program owns N entries and writes their numbers less BIAS to KEYS [total], int16 or int32.
+    Grid: (entries / N, 1). A program owns N entries and writes their numbers less `bias` to KEYS [total], int16 or int32.
     CHOSEN int32 [B,S,HKV,COUNT], of which FREE ranks behind the INIT first are free; `choosing` rows per sequence and
     kv head, `rows` per chunk, `blocks` per sequence, `keys` blocks of all sequences and kv heads.
     """
@@ -42,11 +42,11 @@ def _sort_keys(
     block = tl.load(CHOSEN + place * COUNT + INIT + i % FREE, mask=i < total, other=0)
     # A row whose scores are NaN may have chosen fewer blocks: -1 in place of one would be another sequence's.
     key = row // rows * keys + group * blocks + tl.maximum(block, 0)
-    tl.store(KEYS + i, (key - BIAS).to(KEYS.dtype.element_ty), mask=i < total)
+    tl.store(KEYS + i, (key - bias).to(KEYS.dtype.element_ty), mask=i < total)
 
 
 @triton.jit
-def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):
+def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, bias, steps, N: tl.constexpr):
     """Where every key's entries begin, and how many work items they make.
 
     Grid: (keys of all chunks / N, 1). A program owns N keys; it writes the first entry of each to BOUNDS [last + 1] and
@@ -54,8 +54,8 @@ def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, S
     KEYS; `last`: keys of all chunks.
     """
     key = tl.program_id(0) * N + tl.arange(0, N)
-    begin = _first(SORTED, key - BIAS, total, STEPS)
-    pieces = tl.cdiv(_first(SORTED, key + 1 - BIAS, total, STEPS) - begin, cap)
+    begin = _first(SORTED, key - bias, total, steps)
+    pieces = tl.cdiv(_first(SORTED, key + 1 - bias, total, steps) - begin, cap)
     tl.store(BOUNDS + key, begin, mask=key <= last)
     at = PIECES + key // keys * (keys + 1) + key % keys
     tl.store(at + 1, pieces, mask=key < last)
@@ -63,10 +63,10 @@ def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, BIAS: tl.constexpr, S
 
 
 @triton.jit
-def _first(SORTED, key, total, STEPS: tl.constexpr):
-    """Index of the first of `total` ascending numbers that is >= key, by STEPS halvings."""
+def _first(SORTED, key, total, steps):
+    """Index of the first of `total` ascending numbers that is >= key, by `steps` halvings."""
     low, high = key * 0, key * 0 + total
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         below = (low < high) & (tl.load(SORTED + middle, mask=low < high, other=0) < key)
         high = tl.where(below, high, middle)
@@ -75,7 +75,7 @@ def _first(SORTED, key, total, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
+def _assign(PIECES, ITEMS, limit, keys, steps, N: tl.constexpr):
     """Which block every work item belongs to.
 
     Grid: (work items of a chunk / N, chunks). A program owns N work items of one chunk and writes each one's key, or
@@ -83,7 +83,7 @@ def _assign(PIECES, ITEMS, limit, keys, STEPS: tl.constexpr, N: tl.constexpr):
     """
     item, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
     # Key j has the items PIECES[j] .. PIECES[j+1]-1, so j+1 is the first index whose sum exceeds the item.
-    key = _first(PIECES + chunk * (keys + 1) + 1, item + 1, keys, STEPS)
+    key = _first(PIECES + chunk * (keys + 1) + 1, item + 1, keys, steps)
     tl.store(ITEMS + chunk * limit + item, key, mask=item < limit)
 
 
@@ -171,8 +171,8 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
     # Sorting makes a pass for each byte of the keys.
     kind, bias = (torch.int16, 1 << 15) if last <= 1 << 16 else (torch.int32, 0)
     sort_keys = torch.empty(total, dtype=kind, device=chosen.device)
-    sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip)
-    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks, BIAS=bias)
+    sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip, bias=bias)
+    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
     _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
     # Full items, and one that is not full for every block that may have entries in the chunk.
@@ -181,11 +181,11 @@ def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, 
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 1), (chunks, limit))
     )
-    arguments = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces, total=total, keys=keys, last=last, cap=cap)
-    _launch_flat(_count, last + 1, arguments, dict(BIAS=bias, STEPS=total.bit_length() + 1))
+    sizes = dict(total=total, keys=keys, last=last, cap=cap, bias=bias, steps=total.bit_length() + 1)
+    _launch_flat(_count, last + 1, dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces) | sizes, {})
     pieces = pieces.cumsum(1, dtype=torch.int32)
-    arguments = dict(PIECES=pieces, ITEMS=items, limit=limit, keys=keys)
-    _launch_flat(_assign, limit, arguments, dict(STEPS=keys.bit_length() + 1), chunks)
+    sizes = dict(limit=limit, keys=keys, steps=keys.bit_length() + 1)
+    _launch_flat(_assign, limit, dict(PIECES=pieces, ITEMS=items) | sizes, {}, chunks)
     return Inverse(order.int(), bounds, pieces, items, rows, keys, blocks, cap)
 
 
