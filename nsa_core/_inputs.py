@@ -66,6 +66,12 @@ class Operands:
                 if not packed:
                     check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
 
+    def joined(self) -> Operands:
+        """Packed operands with a batch axis of one."""
+        keys, values = (each_once(lambda x: x[None], three) for three in (self.keys, self.values))
+        k_cmp, v_cmp, gates = (None if x is None else x[None] for x in (self.k_cmp, self.v_cmp, self.gates))
+        return Operands(self.q[None], keys, values, k_cmp, v_cmp, gates)
+
     def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
         """Operands of each packed sequence with tokens, with a batch axis of one. Reads cu_seqlens on the host."""
         spans = sequence_spans(cu_seqlens, self.q.shape[0])

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
-from .backends import Backend, FusedBackend, Heads, dense, resolve
+from .backends import Backend, FusedBackend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
-from .packed_sequences import packing
+from .packed_sequences import Packing, packing
 from .routes import Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -58,8 +58,9 @@ def nsa_attention(
         k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k); packed ones are concatenated.
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
         cu_seqlens: bounds of packed sequences, of which any may be empty.
-        max_seqlen: length of the longest packed sequence. With it all sequences are computed at once, as a batch of
-            that length, without waiting for the device; without it one by one, and cu_seqlens is read on the host.
+        max_seqlen: a length that no packed sequence exceeds. The Triton kernels take all sequences at once, without
+            waiting for the device, and use it only to do less in the choice of blocks. Other backends pad the sequences
+            to a batch of that length; without it they compute one by one, and read cu_seqlens on the host.
         scale: of q·k; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: the branches to compute; the others are neither computed nor part of the sum.
@@ -83,6 +84,9 @@ def nsa_attention(
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _attend(operands, config, factor, computed, backends)
+        if _takes_packed(backends):
+            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+            return _attend_at_once(operands.joined(), config, factor, computed, triton, places)[0]
         if max_seqlen is not None:
             places = packing(cu_seqlens, max_seqlen, len(q), q.device)
             return places.packed(_attend(places.batch(operands, config), config, factor, computed, backends))
@@ -129,6 +133,12 @@ def select_blocks(
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
+        if chosen is triton:
+            places, one = packing(cu_seqlens, max_seqlen, len(q), q.device), operands.joined()
+            if k_cmp is not None:
+                places.check_compressed(config, "k_cmp", k_cmp)
+            _check_compression(one, config, "slc")
+            return triton.select_packed(one.q, one.keys[0], one.k_cmp, config, factor, places.bounds, places.longest)[0]
         if max_seqlen is not None:
             places = packing(cu_seqlens, max_seqlen, len(q), q.device)
             return places.packed(_select(places.batch(operands, config), config, factor, chosen))
@@ -236,9 +246,16 @@ def _is_fused(backend: Backend) -> TypeGuard[FusedBackend]:
     return hasattr(backend, "attend")
 
 
+def _takes_packed(backends: Mapping[Branch, Backend]) -> bool:
+    """Whether one backend computes all, which takes packed sequences as they are."""
+    return all(backend is triton for backend in backends.values())
+
+
 def _attend_at_once(
-    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend
-) -> Tensor:
+    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend,
+    places: Packing | None = None,
+) -> Tensor:  # fmt: skip
+    """Gated sum of `branches`; of packed sequences [1,total,..] with their `places`, which only triton takes."""
     assert operands.gates is not None
     pairs: dict[Branch, tuple[Tensor, Tensor]] = dict(
         zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True)
@@ -247,10 +264,22 @@ def _attend_at_once(
     if len(branches) < len(BRANCHES):
         gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
     compressed = operands.k_cmp, operands.v_cmp
-    needed = compressed if "cmp" in branches else compressed[: "slc" in branches]
-    if config.compress != "mean" and any(x is None for x in needed):
-        compress(operands.keys[0], config)  # raises: only the layer has a learned compression
+    _check_compression(operands, config, *branches)
+    if places is not None:
+        for name, x in zip(("k_cmp", "v_cmp"), compressed, strict=True):
+            if x is not None:
+                places.check_compressed(config, name, x[0])
+        bounds = places.bounds, places.longest
+        with profiled(branches):
+            return triton.attend_packed(operands.q, pairs, compressed, gates, config, branches, scale, *bounds)
     return backend.attend(operands.q, pairs, compressed, gates, config, branches, operands.offset, scale)
+
+
+def _check_compression(operands: Operands, config: NSAConfig, *branches: Branch) -> None:
+    """Raise InputError if compressed tokens are missing that only the layer can make."""
+    needed = (operands.k_cmp, operands.v_cmp)[: 2 if "cmp" in branches else int("slc" in branches)]
+    if config.compress != "mean" and any(x is None for x in needed):
+        compress(operands.keys[0], config)  # raises
 
 
 def _branch(

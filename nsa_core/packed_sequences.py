@@ -1,8 +1,9 @@
-"""Packed sequences as a padded batch, without waiting for the device.
+"""Packed sequences: their bounds, checked without waiting for the device, and as a padded batch.
 
-A row of the batch is filled up with its sequence's own tokens, again from the first on. They change nothing: attention
-is causal, so no earlier row sees them, and they send no gradient, because their own outputs are dropped. They are its
-own for the sake of NaN, whose gradient is NaN even for an output that is dropped.
+The Triton kernels take packed sequences as they are. For other backends a row of the batch is filled up with its
+sequence's own tokens, again from the first on. They change nothing: attention is causal, so no earlier row sees them,
+and they send no gradient, because their own outputs are dropped. They are its own for the sake of NaN, whose gradient
+is NaN even for an output that is dropped.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ class Packing:
     """Places of packed sequences in a padded batch.
 
     Attributes:
+        bounds: int32 [sequences + 1].
         starts, lengths: first token and number of tokens of each sequence, int64 [sequences].
-        longest: rows of the batch.
+        longest: rows of the batch: what no sequence exceeds.
         total: tokens of all sequences.
     """
 
+    bounds: Tensor
     starts: Tensor
     lengths: Tensor
     longest: int
@@ -49,6 +52,16 @@ class Packing:
         sequence = torch.searchsorted(self.starts, tokens, right=True) - 1
         return x.flatten(0, 1).index_select(0, sequence * self.longest + tokens - self.starts[sequence])
 
+    def check_compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
+        """Compressed tokens of each sequence, int64 [sequences], after a check that x [Σ Nc,..] has as many."""
+        counts = ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
+        if _on_host(counts):
+            check_tokens(name, x, int(counts.sum()))
+        else:
+            message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
+            torch.ops.aten._assert_async.msg(counts.sum() == len(x), message)
+        return counts
+
     def _padded(self, x: Tensor) -> Tensor:
         places = torch.arange(self.longest, device=x.device) % self.lengths.clamp_min(1)[:, None]
         at = self.starts[:, None] + places  # an empty sequence at the end begins behind the last token
@@ -56,36 +69,36 @@ class Packing:
 
     def _compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
         """Compressed tokens [Σ Nc,..] as [sequences, Nc of the longest, ..]."""
-        counts = ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
-        if _on_host(counts):
-            check_tokens(name, x, int(counts.sum()))
-        else:
-            message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
-            torch.ops.aten._assert_async.msg(counts.sum() == len(x), message)
+        counts = self.check_compressed(config, name, x)
         zeros = x.new_zeros(1, *x.shape[1:])  # for sequences without a compressed token
         starts = torch.where(counts > 0, counts.cumsum(0) - counts, len(x))
         tokens = replace(self, starts=starts, lengths=counts, longest=config.cmp_tokens(self.longest))
         return tokens._padded(torch.cat([x, zeros]))
 
 
-def packing(cu_seqlens: Tensor, max_seqlen: int, total: int, device: torch.device) -> Packing:
+def packing(cu_seqlens: Tensor, max_seqlen: int | None, total: int, device: torch.device) -> Packing:
     """Packing of `total` tokens with bounds `cu_seqlens`.
+
+    Args:
+        max_seqlen: None: the longest sequence's length, or `total` where that is on a GPU alone.
 
     Raises:
         InputError: cu_seqlens are not bounds of sequences, or one is longer than max_seqlen. Values on a GPU are
             checked there, by a device-side assertion.
     """
-    if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1:
+    if max_seqlen is not None and (not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1):
         raise InputError("max_seqlen", repr(max_seqlen), "use the length of the longest sequence, a whole number >= 1")
-    bounds = checked_bounds(cu_seqlens, total, device).long()
-    lengths, fix = bounds.diff(), "use the length of the longest sequence"
+    bounds = checked_bounds(cu_seqlens, total, device)
+    starts, fix = bounds.long(), "use the length of the longest sequence"
+    lengths = starts.diff()
     if _on_host(cu_seqlens):
         longest = int(cu_seqlens.diff().max())
-        if longest > max_seqlen:
+        if max_seqlen is not None and longest > max_seqlen:
             raise InputError("max_seqlen", max_seqlen, f"{fix}: {longest}")
-    else:
+        max_seqlen = max_seqlen or longest
+    elif max_seqlen is not None:
         torch.ops.aten._assert_async.msg((lengths <= max_seqlen).all(), f"max_seqlen: {max_seqlen}: {fix}")
-    return Packing(bounds[:-1], lengths, min(max_seqlen, total), total)
+    return Packing(bounds, starts[:-1], lengths, min(max_seqlen or total, total), total)
 
 
 def checked_bounds(cu_seqlens: Tensor, total: int, device: torch.device) -> Tensor:

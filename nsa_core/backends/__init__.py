@@ -191,15 +191,13 @@ def default(
     heads: Heads | None = None,
     reasons: Mapping[str, str | None] | None = None,
 ) -> str:
-    """Name of the backend that "auto" takes: "triton" for half precision on a GPU, else "chunked", which runs anywhere.
-
-    float32 stays chunked: its tiles at wide heads do not fit an A100's shared memory.
+    """Name of the backend that "auto" takes: "triton" on a GPU where it can, else "chunked", which runs anywhere.
 
     Args:
         heads: those of the call; none of the kernels' tiles may hold them.
         reasons: for another host, what `available_backends` returns there.
     """
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if device.type != "cuda":
         return "chunked"
     reason = triton.unavailable(device, dtype) if reasons is None else reasons["triton"]
     if reason is None and heads is not None:

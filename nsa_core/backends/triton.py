@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._inputs import each_once, triple
 from .._tracing import constant
 from ..config import NSAConfig
 from ..errors import BackendError, InputError
@@ -113,9 +114,65 @@ def attend(
     gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
+    batch, rows = q.shape[:2]
+    if batch * pairs["cmp"][1].shape[2] > _MOST and offset == 0 and not q.is_meta:
+        bounds = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
+        keys, values = (each_once(_joined, triple(pair[i] for pair in pairs.values())) for i in range(2))
+        joined = dict(zip(pairs, zip(keys, values, strict=True), strict=True))
+        k_cmp, v_cmp = (None if x is None else _joined(x) for x in compressed)
+        out = attend_packed(_joined(q), joined, (k_cmp, v_cmp), _joined(gates), config, branches, scale, bounds, rows)
+        return out.view(batch, rows, *out.shape[2:])
+    return _attend(q, pairs, compressed, gates, _kernels(q, pairs["cmp"][1]).Call(config, branches, offset, scale))
+
+
+def _joined(x: Tensor) -> Tensor:
+    """A batch [B,S,..] as packed sequences [1,B·S,..]."""
+    return x.flatten(0, 1)[None]
+
+
+def attend_packed(
+    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
+    gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], scale: float, cu_seqlens: Tensor, longest: int,
+) -> Tensor:  # fmt: skip
+    """As `attend`, of packed sequences [1,total,..] with int32 bounds, of which none is longer than `longest`."""
+    kernels = _kernels(q, pairs["cmp"][1])
+    apart = tuple(None if x is None else _apart(x, cu_seqlens, config, q.shape[1]) for x in compressed)
+    call = kernels.Call(config, branches, 0, scale, longest=longest, cu=cu_seqlens)
+    return _attend(q, pairs, (apart[0], apart[1]), gates, call)
+
+
+def select_packed(
+    q: Tensor, k: Tensor, k_cmp: Tensor | None, config: NSAConfig, scale: float, cu_seqlens: Tensor, longest: int
+) -> Tensor:
+    """As `select`, of packed sequences [1,total,..]; keys are compressed here if k_cmp is None."""
+    note("select", "triton")
+    kernels = _kernels(q, k)
+    with torch.no_grad():
+        if k_cmp is None:
+            k_cmp, _ = kernels.compress(k, k, config, cu_seqlens)
+        else:
+            k_cmp = _apart(k_cmp, cu_seqlens, config, q.shape[1])
+        return kernels.select(q, k_cmp, config, 0, scale, cu_seqlens, longest)
+
+
+def _apart(x: Tensor, cu_seqlens: Tensor, config: NSAConfig, total: int) -> Tensor:
+    """Compressed tokens [1,Σ N,..], those of a sequence that begins at token t from t // cmp_stride on; else zeros."""
+    bounds = cu_seqlens.long()
+    counts = (bounds.diff() - config.cmp_block + config.cmp_stride).clamp_min(0) // config.cmp_stride
+    at = torch.arange(total // config.cmp_stride, device=x.device)
+    sequence = torch.searchsorted(bounds[:-1] // config.cmp_stride, at, right=True) - 1
+    place = at - bounds[sequence] // config.cmp_stride
+    source = torch.where(place < counts[sequence], (counts.cumsum(0) - counts)[sequence] + place, x.shape[1])
+    return torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], 1).index_select(1, source)
+
+
+def _attend(
+    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
+    gates: Tensor, plan: Any,
+) -> Tensor:  # fmt: skip
     _refuse_negative(gates)
     kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
-    plan = kernels.Call(config, branches, offset, scale)
+    config, branches = plan.config, plan.branches
     for branch in branches:
         note(branch, "triton")
     if "cmp" in branches and "slc" in branches:
@@ -126,11 +183,13 @@ def attend(
         (k, v), (k_cmp, v_cmp) = pairs["cmp"], compressed
         if k_cmp is None or (v_cmp is None and "cmp" in branches):
             # The choice of blocks needs the keys alone, and the kernel takes a pair.
-            made = kernels.compress(k, v if "cmp" in branches else k, config)
+            made = kernels.compress(k, v if "cmp" in branches else k, config, plan.cu)
             k_cmp, v_cmp = (made[0] if k_cmp is None else k_cmp), (made[1] if v_cmp is None else v_cmp)
         computed["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
     if "slc" in branches and "cmp" not in branches:
-        blocks = select(q, computed["cmp"][0], config, offset, scale)
+        note("select", "triton")
+        with torch.no_grad():
+            blocks = kernels.select(q, computed["cmp"][0], config, plan.offset, plan.scale, plan.cu, plan.longest)
     return kernels.attend(q, gates, blocks, [computed[branch] for branch in branches], plan)
 
 

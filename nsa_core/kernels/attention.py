@@ -11,19 +11,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..config import NSAConfig
 from . import compress, merge, scores
 from .call import Call, Part
 from .merge import Rows, Slots
-from .runtime.tiles import ceil_div
-from .selected.inverse import Inverse, invert, item_entries, slot_rows
+from .runtime.tiles import ceil_div, larger
+from .selected.inverse import Inverse, invert, item_entries, most_items, slot_rows
 from .selected.kernels import backward_chunk, forward_chunk, is_for_hopper
 from .shared.packed_slots import WORDS
 from .span.backward_kv import backward_kv, compressed_kv
 from .span.backward_q import backward_q
 from .span.forward import attend_spans, log_sum_exp
 
-__all__ = ["backward", "forward", "select"]
+__all__ = ["backward", "forward", "kept", "select"]
 
 
 def forward(
@@ -38,31 +37,31 @@ def forward(
         gates: [B,S,HQ,len(branches)], not negative.
         flat: keys and values of each pair in turn, compressed ones for cmp unless the call compresses.
     """
-    made = compress.forward(*flat, call.config) if call.compresses else ()
+    made = compress.forward(*flat, call) if call.compresses else ()
     parts = call.parts([*made, *flat])
     outputs, lses = attend_spans(q, parts, call, None if call.keeps else gates)
     out = torch.empty_like(outputs[0])
     skip = call.causal_rows(q.shape[1])
     if not call.chooses(q.shape[1]):
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
-        return out, [*made, *outputs, *lses] if call.keeps else []
+        return out, [*made, *outputs, *lses, *_no_index(q, parts, call)] if call.keeps else []
     if blocks is None:
         cmp = call.branches.index("cmp")
-        blocks = scores.select(q, parts[cmp].k, lses[cmp], call.config, call.offset, call.scale, skip)
-    if skip:
+        blocks = scores.select(q, parts[cmp].k, lses[cmp], call, skip)
+    if skip and not call.packed:
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, skip, 0, q.shape[0] * skip))
     way = call.branches.index("slc")
     index = _invert(q, parts[way], blocks, call)
     for chunk, slots in enumerate(_slots(q, parts[way], index, call)):
         forward_chunk(q, parts[way], slots, index, chunk, call)
-        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, call.keeps)
+        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, call)
     return out, [*made, *outputs, *lses, *index.tensors()] if call.keeps else []
 
 
 def backward(
     call: Call, q: Tensor, gates: Tensor, flat: Sequence[Tensor], saved: Sequence[Tensor], do: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, of gates, and of each of `flat`.
+    """Gradients of q, of gates, and of each of `flat`; empty tensors for those that the call does not need.
 
     Args:
         q, gates, flat: as in `forward`.
@@ -72,43 +71,70 @@ def backward(
     made = 2 * call.compresses
     ways, parts, kept = len(call.branches), call.parts([*saved[:made], *flat]), saved[made:]
     dgates, stats = merge.prepare(kept[:ways], kept[ways : 2 * ways], gates, do, call.shared)
-    dq = backward_q(q, do, parts, stats, call)
+    dq = backward_q(q, do, parts, stats, call) if call.of_q else q.new_empty(0)
 
     def gradients(way: int) -> tuple[Tensor, Tensor]:
         part, wide = parts[way], torch.float32 if call.compresses else parts[way].k.dtype
         of_part = stats[way:] if call.shared and part.branch == "slc" else stats[way]
         if part.branch != "slc" or not call.chooses(q.shape[1]):
-            return backward_kv(q, do, part, of_part, call, wide)
+            return backward_kv(q, do, part, of_part, call, wide) if call.of_keys else (dq, dq)
         index = Inverse(*kept[2 * ways :], *_sizes(q, part, call))
         totals = _selected_backward(q, do, part, of_part, index, dq, call)
-        return totals[0].to(wide), totals[1].to(wide)
+        return (totals[0].to(wide), totals[1].to(wide)) if totals else (dq, dq)
 
+    if not call.of_keys:
+        if call.of_q and "slc" in call.branches:
+            gradients(call.branches.index("slc"))  # adds to dq
+        return dq, dgates, [q.new_empty(0) for _ in flat]
     if call.compresses:
         totals = gradients(1)
         compressed = compressed_kv(q, do, parts[0], stats[0], call)
-        return dq, dgates, list(compress.gather(totals, compressed, call.config, q.dtype))
+        return dq, dgates, list(compress.gather(totals, compressed, call, q.dtype))
     return dq, dgates, [x for way in range(call.pairs) for x in gradients(way)]
 
 
-def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+def kept(call: Call, q: Tensor, flat: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like those that `forward` keeps, unwritten: their sizes are formulas of its arguments' sizes."""
+    if not call.keeps:
+        return []
+    made = compress.compressed_like(*flat, call) if call.compresses else ()
+    parts = call.parts([*made, *flat])
+    outputs = [q.new_empty(*q.shape[:3], part.v.shape[-1]) for part in parts]
+    lses = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in parts]
+    return [*made, *outputs, *lses, *_no_index(q, parts, call)]
+
+
+def _no_index(q: Tensor, parts: Sequence[Part], call: Call) -> list[Tensor]:
+    """Unwritten tensors of an inverse index; without elements where no row chooses, so that there are as many."""
+    if not call.may_choose:
+        return []
+    part = parts[call.branches.index("slc")]
+    rows, keys, blocks, cap = _sizes(q, part, call)
+    free, groups, length = call.config.free_blocks, q.shape[0] * part.k.shape[2], q.shape[1] - call.skipped(q.shape[1])
+    chunks = ceil_div(groups * length, larger(rows, 1))
+    limit = most_items(rows, length, groups, blocks, free, cap)
+    shapes = (groups * length * free,), (chunks * keys + 1,), (chunks, keys + 1), (chunks, limit)
+    return [q.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def select(q: Tensor, k_cmp: Tensor, call: Call) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count], for q [B,S,HQ,D] and compressed keys k_cmp [B,N,HKV,D]."""
-    lse = log_sum_exp(q, k_cmp, Call(config, ("cmp",), offset, scale))
-    return scores.select(q, k_cmp, lse, config, offset, scale)
+    return scores.select(q, k_cmp, log_sum_exp(q, k_cmp, call), call)
 
 
 def _invert(q: Tensor, part: Part, blocks: Tensor, call: Call) -> Inverse:
     rows, _, of_sequence, cap = _sizes(q, part, call)
-    return invert(blocks, call.config, of_sequence, rows, cap, call.causal_rows(q.shape[1]))
+    return invert(blocks, call, of_sequence, rows, cap)
 
 
 def _sizes(q: Tensor, part: Part, call: Call) -> tuple[int, int, int, int]:
     """Rows, keys, blocks and cap of the inverse index, as in `Inverse`."""
     batch, tokens, kv_heads, dim = part.k.shape
     free = call.config.free_blocks
-    choosing = batch * kv_heads * (q.shape[1] - call.causal_rows(q.shape[1]))
+    choosing = batch * kv_heads * (q.shape[1] - call.skipped(q.shape[1]))
     chunks = ceil_div(choosing, slot_rows(q, kv_heads, max(dim, part.v.shape[-1]), free))
-    rows, of_sequence = ceil_div(choosing, chunks), call.config.slc_blocks(tokens)
-    return rows, batch * kv_heads * of_sequence, of_sequence, item_entries(q, kv_heads, free, rows)
+    rows, of_sequence = ceil_div(choosing, larger(chunks, 1)), call.block_count(tokens)
+    return rows, batch * kv_heads * of_sequence + call.packed, of_sequence, item_entries(q, kv_heads, free, rows)
 
 
 def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> Iterator[Slots]:
@@ -120,7 +146,7 @@ def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> It
         parts, exponents = (q.new_empty(size, dtype=torch.int32) for size in ((*shape, WORDS), shape))
     else:
         parts = q.new_empty(*shape, dim)
-    skip = call.causal_rows(q.shape[1])
+    skip = call.skipped(q.shape[1])
     length = q.shape[1] - skip
     choosing = q.shape[0] * kv_heads * length
     for first in range(0, choosing, index.rows):
@@ -129,16 +155,18 @@ def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> It
 
 def _selected_backward(
     q: Tensor, do: Tensor, part: Part, stats: Tensor, index: Inverse, dq: Tensor, call: Call
-) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v in float32; adds the gradient of q to dq.
+) -> tuple[Tensor, Tensor] | None:
+    """Gradients of k and v in float32, if they are needed; adds the gradient of q to dq.
 
     Args:
         stats: as in `backward_kv`.
     """
-    totals = backward_kv(q, do, part, stats, call, torch.float32)
-    dk_parts, dv_parts = (x.new_empty(index.limit, call.config.slc_block, x.shape[-1]) for x in totals)
+    totals = backward_kv(q, do, part, stats, call, torch.float32) if call.of_keys else None
+    shape = index.limit, call.config.slc_block
+    dk_parts, dv_parts = (q.new_empty(*shape, x.shape[-1], dtype=torch.float32) for x in (part.k, part.v))
     own = stats[0] if call.shared else stats
     for chunk, slots in enumerate(_slots(q, part, index, call, do)):
         backward_chunk(q, do, part, own, slots, totals, (dk_parts, dv_parts), index, chunk, call)
-        merge.sum_dq(slots, dq)
+        if call.of_q:
+            merge.sum_dq(slots, dq, call)
     return totals

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from ..config import NSAConfig
 from ..routes import Branch
+from .runtime.tiles import larger, smaller
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Call:
             local blocks.
         compresses: whether cmp has the same keys and values too; they are then compressed within the call.
         keeps: whether every branch's output is kept for a backward.
+        of_q, of_keys: whether a backward computes gradients of q, and of keys and values.
+        longest: of packed sequences, a length that none exceeds; 0: each of the batch is one sequence.
+        cu: bounds of packed sequences, int32 [sequences + 1], of tensors whose batch is 1. Their compressed keys are as
+            in `compress`.
     """
 
     config: NSAConfig
@@ -42,6 +48,10 @@ class Call:
     shared: bool = False
     compresses: bool = False
     keeps: bool = True
+    of_q: bool = True
+    of_keys: bool = True
+    longest: int = 0
+    cu: Tensor | None = field(default=None, compare=False)
 
     @property
     def pairs(self) -> int:
@@ -50,11 +60,43 @@ class Call:
 
     def causal_rows(self, rows: int) -> int:
         """Number of leading rows, of `rows` rows of q, that select every block up to their own."""
-        return min(max(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
+        return smaller(larger(0, self.config.slc_count * self.config.slc_block - self.offset), rows)
+
+    def skipped(self, rows: int) -> int:
+        """Number of leading rows that have no slots; of packed sequences, all rows have."""
+        return 0 if self.packed else self.causal_rows(rows)
+
+    def block_count(self, tokens: int) -> int:
+        """Selection blocks of a sequence of `tokens` tokens, or of all packed ones, as in ranges.sequence_of."""
+        if self.packed:
+            return self.tiles(tokens, self.config.slc_block, 1)
+        return self.config.slc_blocks(tokens)
+
+    @property
+    def packed(self) -> bool:
+        return self.cu is not None
+
+    def tiles(self, total: int, size: int, more: int) -> int:
+        """Tiles of `size` tokens of packed sequences of `total` tokens, as in ranges.sequence_of."""
+        return total // size + more * self.sequences
+
+    @property
+    def sequences(self) -> int:
+        return 0 if self.cu is None else self.cu.shape[0] - 1
+
+    def bounds(self, absent: Tensor) -> dict[str, Any]:
+        """Kernel arguments: the bounds of packed sequences, or a placeholder."""
+        return dict(CU=absent if self.cu is None else self.cu, sequences=self.sequences)
 
     def chooses(self, rows: int) -> bool:
         """Whether any of `rows` rows of q has blocks to choose by score."""
-        return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(rows) < rows
+        rows = min(rows, self.longest) if self.packed else rows
+        return self.may_choose and self.causal_rows(rows) < rows
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether rows of long sequences have blocks to choose by score."""
+        return "slc" in self.branches and self.config.free_blocks > 0
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
         """Keys and values of each branch.

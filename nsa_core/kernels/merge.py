@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import Call
 from .runtime.launch import launch
 from .runtime.tiles import Tile, ceil_div, padded
 from .shared.packed_slots import add_packed, in_order
+from .shared.ranges import sequence_of
 
 
 @triton.jit
@@ -26,6 +28,16 @@ def _place(i, first, length, S, begin, HQ: tl.constexpr, G: tl.constexpr):
     row = first + i // G
     group, row = row // length, begin + row % length
     return (group // (HQ // G) * S + row) * HQ + group % (HQ // G) * G + i % G
+
+
+@triton.jit
+def _chooses(place, ok, CU, sequences, HQ: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr):
+    """Which of the pairs `place`, where ok, have slots: of packed sequences with bounds CU those from CAUSAL on."""
+    if VARLEN:
+        token = tl.where(ok, place // HQ, 0).to(tl.int32)
+        _, start, _, _ = sequence_of(CU, sequences, token, 1, 0)
+        ok = ok & (token - start >= CAUSAL)
+    return ok
 
 
 @triton.jit
@@ -53,7 +65,7 @@ def _add_slots(total, PARTS, EXPONENTS, slot, weight, ok, d, D: tl.constexpr, PA
 
 @triton.jit
 def _slots_sum(
-    PARTS, EXPONENTS, LPARTS, LSE, place, ok, slot, d,
+    PARTS, EXPONENTS, LPARTS, LSE, place, ok, chooses, slot, d,
     G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -65,13 +77,13 @@ def _slots_sum(
     own = tl.where(own == float("inf"), float("-inf"), own)  # no key: no weight
     m = tl.maximum(own, -1e30)
     for rank in range(FREE):
-        m = tl.maximum(m, tl.load(LPARTS + slot + rank * G, mask=ok, other=float("-inf")))
+        m = tl.maximum(m, tl.load(LPARTS + slot + rank * G, mask=chooses, other=float("-inf")))
     weight = tl.exp2(own - m)
     l, total = weight, _no_slots(M, DVP, PACKED)
     for rank in range(FREE):
-        p = tl.exp2(tl.load(LPARTS + slot + rank * G, mask=ok, other=float("-inf")) - m)
+        p = tl.exp2(tl.load(LPARTS + slot + rank * G, mask=chooses, other=float("-inf")) - m)
         l += p
-        total = _add_slots(total, PARTS, EXPONENTS, slot + rank * G, p, ok, d, DV, PACKED)
+        total = _add_slots(total, PARTS, EXPONENTS, slot + rank * G, p, chooses, d, DV, PACKED)
     if PACKED:
         total = in_order(total, M)
     if KEEPS:
@@ -82,9 +94,10 @@ def _slots_sum(
 
 @triton.jit
 def _merge(
-    O1, O2, O3, LSE, PARTS, EXPONENTS, LPARTS, GATES, OUT, total, first, length, S, begin,
+    O1, O2, O3, LSE, PARTS, EXPONENTS, LPARTS, GATES, OUT, CU, total, first, length, S, begin, sequences,
     HQ: tl.constexpr, WAYS: tl.constexpr, SLC: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, DV: tl.constexpr,
     DVP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr, SUMMED: tl.constexpr, KEEPS: tl.constexpr,
+    CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Gated sum of the branches' outputs, with the selected branch's slots merged in.
 
@@ -99,8 +112,8 @@ def _merge(
     at = place[:, None] * DV + d[None, :]
     if SLC >= 0:  # before outputs are loaded, which would hold registers meanwhile
         slots, weight, l = _slots_sum(
-            PARTS, EXPONENTS, LPARTS, LSE, place, ok, _slot(i, G, FREE), d, G, FREE, DV, DVP, M, PACKED, KEEPS
-        )
+            PARTS, EXPONENTS, LPARTS, LSE, place, ok, _chooses(place, ok, CU, sequences, HQ, CAUSAL, VARLEN),
+            _slot(i, G, FREE), d, G, FREE, DV, DVP, M, PACKED, KEEPS)  # fmt: skip
     out = tl.zeros([M, DVP], tl.float32)
     if SUMMED:
         out = tl.load(O1 + at, mask=inside, other=0.0).to(tl.float32)
@@ -123,9 +136,9 @@ def _merge(
 
 @triton.jit
 def _sum_dq(
-    PARTS, EXPONENTS, DQ, total, first, length, S, begin,
+    PARTS, EXPONENTS, DQ, CU, total, first, length, S, begin, sequences,
     HQ: tl.constexpr, G: tl.constexpr, FREE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Adds the slots of the selected backward to DQ.
 
@@ -135,10 +148,11 @@ def _sum_dq(
     i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d, slot, place = tl.arange(0, DP), _slot(i, G, FREE), _place(i, first, length, S, begin, HQ, G)
     ok, one = i < total, tl.full([M], 1.0, tl.float32)
-    inside = ok[:, None] & (d < D)[None, :]
+    chooses = _chooses(place, ok, CU, sequences, HQ, CAUSAL, VARLEN)
+    inside = chooses[:, None] & (d < D)[None, :]
     added = _no_slots(M, DP, PACKED)
     for rank in range(FREE):
-        added = _add_slots(added, PARTS, EXPONENTS, slot + rank * G, one, ok, d, D, PACKED)
+        added = _add_slots(added, PARTS, EXPONENTS, slot + rank * G, one, chooses, d, D, PACKED)
     if PACKED:
         added = in_order(added, M)
     at = DQ + place[:, None] * D + d[None, :]
@@ -249,23 +263,25 @@ def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows)
             the second. The bits are the same.
         gates, out: [B,S,HQ,ways] and [B,S,HQ,DV].
     """
-    pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "GATES"), gates) | dict(OUT=out)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False, KEEPS=False)
+    pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "CU", "GATES"), gates)
+    pointers |= dict(OUT=out, sequences=0)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False)
+    constants |= dict(KEEPS=False, CAUSAL=0, VARLEN=False)
     _launch_rows(_merge, "merge", out, rows, pointers, constants, _tile(out))
 
 
 def gated_sum_with_slots(
-    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots, keeps: bool
+    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots, call: Call
 ) -> None:
     """Write the gated sum for rows that have slots, which are first merged into one way's output.
 
     Args:
         way, lse: the column of that way, and its base-2 log-sum-exp, float32 [B,S,HQ].
-        keeps: write its merged output and lse back.
+        call: if it keeps results for a backward, the way's merged output and lse are written back.
     """
     pointers = _ways(outputs) | dict(LSE=lse, LPARTS=slots.lse, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=keeps)
-    _launch_slots(_merge, "merge", out, slots, pointers, constants)
+    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=call.keeps)
+    _launch_slots(_merge, "merge", out, slots, pointers, constants, call)
 
 
 def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -277,9 +293,9 @@ def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
     return dict(WAYS=ways, SUMMED=len(outputs) < ways)
 
 
-def sum_dq(slots: Slots, dq: Tensor) -> None:
+def sum_dq(slots: Slots, dq: Tensor, call: Call) -> None:
     """Add the slots to dq [B,S,HQ,D] in place."""
-    _launch_slots(_sum_dq, "merge_backward", dq, slots, dict(DQ=dq), _width(dq, "D"))
+    _launch_slots(_sum_dq, "merge_backward", dq, slots, dict(DQ=dq), _width(dq, "D"), call)
 
 
 def prepare(
@@ -312,12 +328,14 @@ def prepare(
 
 
 def _launch_slots(
-    kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int]
-) -> None:
+    kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int],
+    call: Call,
+) -> None:  # fmt: skip
     """Launch over the rows of x [B,S,HQ,D] that have these slots."""
-    constants = constants | dict(FREE=slots.free, PACKED=slots.packed)
+    constants = constants | dict(FREE=slots.free, PACKED=slots.packed, VARLEN=call.packed)
+    constants |= dict(CAUSAL=call.config.slc_count * call.config.slc_block)
     tile = _tile(x, 1024, warps=2 if slots.packed else 4)
-    _launch_rows(kernel, stage, x, slots.rows, slots.pointers | pointers, constants, tile)
+    _launch_rows(kernel, stage, x, slots.rows, slots.pointers | call.bounds(x) | pointers, constants, tile)
 
 
 def _launch_rows(

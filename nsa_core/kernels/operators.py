@@ -27,6 +27,7 @@ from . import compress as compression
 from .call import Call
 from .runtime import replay
 from .runtime.custom_op import operator
+from .warm import compile_layout
 
 __all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
 
@@ -49,26 +50,34 @@ def attend(
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(call.branches))
     q, scale = positive(q, call.scale)
-    call = replace(call, scale=scale, shared=_shares(pairs, call), keeps=_has_gradient(q, gates, pairs))
+    of_keys = any(x.requires_grad for pair in pairs for x in pair)
+    keeps = torch.is_grad_enabled() and (of_keys or q.requires_grad or gates.requires_grad)
+    call = replace(call, scale=scale, shared=_shares(pairs, call), keeps=keeps, of_q=q.requires_grad, of_keys=of_keys)
     pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
-        return _attend_operator(q, gates, blocks, flat, *_written(call))[0]
-    return cast(Tensor, _Attend.apply(call, blocks, q, gates, *flat))
+        return _attend_operator(q, gates, blocks, call.cu, flat, *_written(call))[0]
+    return cast(Tensor, _Attend.apply(replace(call, cu=None), blocks, call.cu, q, gates, *flat))
 
 
-def compress(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], differentiable."""
+def compress(k: Tensor, v: Tensor, config: NSAConfig, cu: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compressed keys [B,N,HKV,D] and values [B,N,HKV,DV] of k [B,T,HKV,D] and v [B,T,HKV,DV], differentiable.
+
+    Args:
+        cu: bounds of packed sequences, whose compressed tokens are where `Call` has them.
+    """
     k, v = k.contiguous(), v.contiguous()
     if _is_traced(k):
-        return _compress_operator(k, v, _sizes(config))
-    return cast(tuple[Tensor, Tensor], _Compress.apply(k, v, config))
+        return _compress_operator(k, v, cu, _sizes(config))
+    return cast(tuple[Tensor, Tensor], _Compress.apply(k, v, cu, config))
 
 
-def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+def select(
+    q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float, cu: Tensor | None = None, longest: int = 0
+) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]; not differentiable."""
     q, scale = positive(q, scale)
-    return _select_operator(q.contiguous(), k_cmp.contiguous(), _sizes(config), offset, scale)
+    return _select_operator(q.contiguous(), k_cmp.contiguous(), cu, _sizes(config), offset, scale, longest)
 
 
 def has_one_pair(pairs: Mapping[Branch, tuple[Tensor, Tensor]], call: Call) -> bool:
@@ -87,11 +96,6 @@ def _shares(pairs: Sequence[tuple[Tensor, Tensor]], call: Call) -> bool:
     return k_slc is k_win and v_slc is v_win
 
 
-def _has_gradient(q: Tensor, gates: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    given = (q, gates, *(x for pair in pairs for x in pair))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
-
-
 def _is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
@@ -101,118 +105,195 @@ def _sizes(config: NSAConfig) -> list[int]:
     return [getattr(config, name) for name in _SIZES]
 
 
-def _forward(call: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> list[Tensor]:
+def _forward(
+    call: Call, blocks: Tensor | None, cu: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor
+) -> list[Tensor]:
     """The output, then, if the call keeps them, the tensors that the backward needs."""
+    call = replace(call, cu=cu)
+    compile_layout(call, q, gates, flat)
     out, saved = attention.forward(call, blocks, q, gates, flat)
     return [out, *saved]
 
 
-def _backward(call: Call, do: Tensor, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
+def _backward(call: Call, do: Tensor, cu: Tensor | None, q: Tensor, gates: Tensor, *rest: Tensor) -> list[Tensor]:
     """Gradients of q, gates, keys and values; `rest` holds keys and values, then the tensors that the forward saved."""
     pairs = 2 * call.pairs
-    dq, dgates, grads = attention.backward(call, q, gates, rest[:pairs], rest[pairs:], do)
+    dq, dgates, grads = attention.backward(replace(call, cu=cu), q, gates, rest[:pairs], rest[pairs:], do)
     return [dq, dgates, *grads]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor) -> Tensor:
-        out, *saved = replay.run(_forward, call, (blocks, q, gates, *flat))
+    def forward(
+        ctx: Any, call: Call, blocks: Tensor | None, cu: Tensor | None, q: Tensor, gates: Tensor, *flat: Tensor
+    ) -> Tensor:
+        out, *saved = replay.run(_forward, call, (blocks, cu, q, gates, *flat))
         ctx.call = call
-        ctx.save_for_backward(q, gates, *flat, *saved)
+        ctx.save_for_backward(cu, q, gates, *flat, *saved)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *replay.run(_backward, ctx.call, (do.contiguous(), *ctx.saved_tensors))
+        grads = replay.run(_backward, ctx.call, (do.contiguous(), *ctx.saved_tensors))
+        if torch.is_grad_enabled():  # else a penalty on gradients would be dropped without a word
+            grads = _Once.apply(do.new_zeros((), requires_grad=True), *grads)
+        return None, None, None, *_needed(ctx.call, grads)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, which refuse to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError('gradients by the Triton kernels have no second derivative; use backend="chunked"')
+
+
+def _needed(call: Call, grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of q, gates, keys and values, None for those that were not computed."""
+    dq, dgates, *flat = grads
+    return [dq if call.of_q else None, dgates, *(x if call.of_keys else None for x in flat)]
 
 
 class _Compress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-        ctx.config, ctx.length = config, k.shape[1]
-        return compression.forward(k, v, config)
+    def forward(ctx: Any, k: Tensor, v: Tensor, cu: Tensor | None, config: NSAConfig) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.length = _compression(config, cu), k.shape[1]
+        return compression.forward(k, v, ctx.call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.config), None
+        return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.call), None, None
 
 
-@operator("attend")
+def _attend_fake(
+    q: Tensor, gates: Tensor, blocks: Tensor | None, cu: Tensor | None, flat: list[Tensor], *written: Any
+) -> list[Tensor]:
+    out = q.new_empty(*q.shape[:3], flat[-1].shape[-1])
+    return [out, *attention.kept(replace(_call(*written), cu=cu), q, flat)]
+
+
+def _attend_backward_fake(
+    do: Tensor, q: Tensor, gates: Tensor, cu: Tensor | None, flat: list[Tensor], saved: list[Tensor], *written: Any
+) -> list[Tensor]:
+    call = _call(*written)
+    dq = torch.empty_like(q) if call.of_q else q.new_empty(0)
+    return [dq, torch.empty_like(gates), *(torch.empty_like(x) if call.of_keys else x.new_empty(0) for x in flat)]
+
+
+def _compress_fake(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    return compression.compressed_like(k, v, _compression(NSAConfig(*map(int, sizes)), cu))
+
+
+def _compress_backward_fake(
+    dk_cmp: Tensor, dv_cmp: Tensor, cu: Tensor | None, length: int, sizes: list[int]
+) -> tuple[Tensor, Tensor]:
+    dk, dv = (x.new_empty(x.shape[0], length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
+    return dk, dv
+
+
+def _select_fake(
+    q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int
+) -> Tensor:
+    count = NSAConfig(*map(int, sizes)).slc_count
+    return torch.empty(*q.shape[:2], k_cmp.shape[2], count, dtype=torch.int32, device=q.device)
+
+
+@operator("attend", _attend_fake)
 def _attend_operator(
-    q: Tensor, gates: Tensor, blocks: Tensor | None, flat: list[Tensor],
+    q: Tensor, gates: Tensor, blocks: Tensor | None, cu: Tensor | None, flat: list[Tensor],
     branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
+    of_q: bool, of_keys: bool, longest: int,
 ) -> list[Tensor]:  # fmt: skip
     """The output, then, if `keeps`, the tensors that the backward needs."""
-    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps)
-    return replay.run(_forward, call, (blocks, q, gates, *flat))
+    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps, of_q, of_keys, longest)
+    return replay.run(_forward, call, (blocks, cu, q, gates, *flat))
 
 
-@operator("attend_backward")
+@operator("attend_backward", _attend_backward_fake)
 def _attend_backward_operator(
-    do: Tensor, q: Tensor, gates: Tensor, flat: list[Tensor], saved: list[Tensor],
+    do: Tensor, q: Tensor, gates: Tensor, cu: Tensor | None, flat: list[Tensor], saved: list[Tensor],
     branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
+    of_q: bool, of_keys: bool, longest: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, gates and each of `flat`."""
-    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps)
-    return replay.run(_backward, call, (do, q, gates, *flat, *saved))
+    """Gradients of q, gates and each of `flat`; empty ones for those that are not needed."""
+    call = _call(branches, sizes, slots, offset, scale, shared, compresses, keeps, of_q, of_keys, longest)
+    return replay.run(_backward, call, (do, cu, q, gates, *flat, *saved))
 
 
-@operator("compress")
-def _compress_operator(k: Tensor, v: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    return compression.forward(k, v, NSAConfig(*sizes))
+@operator("compress", _compress_fake)
+def _compress_operator(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    return compression.forward(k, v, _compression(NSAConfig(*map(int, sizes)), cu))
 
 
-@operator("compress_backward")
-def _compress_backward_operator(dk_cmp: Tensor, dv_cmp: Tensor, length: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    return compression.backward(dk_cmp, dv_cmp, length, NSAConfig(*sizes))
+@operator("compress_backward", _compress_backward_fake)
+def _compress_backward_operator(
+    dk_cmp: Tensor, dv_cmp: Tensor, cu: Tensor | None, length: int, sizes: list[int]
+) -> tuple[Tensor, Tensor]:
+    return compression.backward(dk_cmp, dv_cmp, length, _compression(NSAConfig(*map(int, sizes)), cu))
 
 
-@operator("select")
-def _select_operator(q: Tensor, k_cmp: Tensor, sizes: list[int], offset: int, scale: float) -> Tensor:
-    return attention.select(q, k_cmp, NSAConfig(*sizes), offset, scale)
+@operator("select", _select_fake)
+def _select_operator(
+    q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int
+) -> Tensor:
+    return attention.select(
+        q, k_cmp, Call(NSAConfig(*map(int, sizes)), ("cmp",), offset, scale, longest=longest, cu=cu)
+    )
 
 
-def _written(call: Call) -> tuple[str, list[int], str, int, float, bool, bool, bool]:
+def _compression(config: NSAConfig, cu: Tensor | None) -> Call:
+    return Call(config, ("cmp",), 0, 1.0, cu=cu)
+
+
+def _written(call: Call) -> tuple[str, list[int], str, int, float, bool, bool, bool, bool, bool, int]:
     """The call as plain values, which an operator's schema can carry."""
     branches, sizes = ",".join(call.branches), _sizes(call.config)
-    return branches, sizes, call.config.slots, call.offset, call.scale, call.shared, call.compresses, call.keeps
+    flags = call.shared, call.compresses, call.keeps, call.of_q, call.of_keys
+    return branches, sizes, call.config.slots, call.offset, call.scale, *flags, call.longest
 
 
-def _call(
-    branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool
-) -> Call:
-    names, config = cast(tuple[Branch, ...], tuple(branches.split(","))), NSAConfig(*sizes, slots=cast(Slots, slots))
-    return Call(config, names, offset, scale, shared, compresses, keeps)
+def _call(branches: str, sizes: list[int], slots: str, *rest: Any) -> Call:
+    names, config = (
+        cast(tuple[Branch, ...], tuple(branches.split(","))),
+        NSAConfig(*map(int, sizes), slots=cast(Slots, slots)),
+    )
+    return Call(config, names, *rest)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, gates, _, flat, *ctx.call = inputs
+    q, gates, _, cu, flat, *ctx.call = inputs
     saved = output[1:]
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)  # else autograd would make zeros for each of them
     ctx.pairs = len(flat)
-    ctx.save_for_backward(q, gates, *flat, *saved)
+    ctx.save_for_backward(cu, q, gates, *flat, *saved)
 
 
 def _grad_attend(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    q, gates, *rest = ctx.saved_tensors
+    cu, q, gates, *rest = ctx.saved_tensors
+    others = [None] * len(ctx.call)
     if grads[0] is None:
-        return (None, None, None, [None] * ctx.pairs, *[None] * len(ctx.call))
+        return (None, None, None, None, [None] * ctx.pairs, *others)
     do, flat, saved = grads[0].contiguous(), rest[: ctx.pairs], rest[ctx.pairs :]
-    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, flat, saved, *ctx.call)
-    return dq, dgates, None, dflat, *[None] * len(ctx.call)
+    computed = _attend_backward_operator(do, q, gates, cu, flat, saved, *ctx.call)
+    dq, dgates, *dflat = _needed(_call(*ctx.call), computed)
+    return dq, dgates, None, None, dflat, *others
 
 
 def _keep_compress(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    k, _, ctx.sizes = inputs
+    k, _, cu, ctx.sizes = inputs
     ctx.length = k.shape[1]
+    ctx.save_for_backward(cu)
 
 
 def _grad_compress(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Any, ...]:
-    return *_compress_backward_operator(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.sizes), None
+    made = dk_cmp.contiguous(), dv_cmp.contiguous(), *ctx.saved_tensors
+    return *_compress_backward_operator(*made, ctx.length, ctx.sizes), None, None
 
 
 _attend_operator.register_autograd(_grad_attend, setup_context=_keep_attend)

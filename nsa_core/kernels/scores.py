@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..config import NSAConfig
+from .call import Call
 from .runtime.launch import launch
 from .runtime.tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
-from .shared.ranges import load_rows
+from .shared.ranges import compressed_tokens, load_rows, sequence_of
 
 _BUFFER = 64 << 20  # bytes that one chunk's scores may take
 _RUN = tl.constexpr(8)  # neighbouring blocks that one group holds
@@ -29,36 +29,45 @@ _RUN = tl.constexpr(8)  # neighbouring blocks that one group holds
 
 @triton.jit
 def _importance(
-    Q, K, LSE, SCORES, S, N, offset, first, rows, blocks, sixteens, scale2,
+    Q, K, LSE, SCORES, CU, S, N, offset, first, rows, blocks, sixteens, skip, sequences, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     TAPS: tl.constexpr, CMP_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SLC_BLOCK: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Importance scores of selection blocks for the queries first .. first+rows-1.
 
     Grid: (tiles of M queries, tiles of BN - HALO blocks, sequences x kv heads). A program owns M queries of one kv head
     and its blocks, with taps padded to TAPS: it sums exp2(s - lse) over the group's heads, weighs it by overlap, and
-    writes SCORES [B·HKV,rows,16·sixteens] float32. Tiles wholly in the future stay unwritten. HALO: where compressed tokens
-    overlap, the first column is the block before the tile, for the overlap that it passes on.
+    writes SCORES [B·HKV,rows,16·sixteens] float32. Tiles wholly in the future stay unwritten. HALO: where compressed
+    tokens overlap, the first column is the block before the tile, for the overlap that it passes on.
     Q [B,S,HQ,D], K [B,N,HKV,D], contiguous; LSE [B,S,HQ] float32, base 2.
+    VARLEN: sequences are packed, as in ranges.sequence_of; `first` is a tile of M queries, and rows before `skip` of
+    each sequence stay unwritten.
     """
     G: tl.constexpr = HQ // HKV
     R: tl.constexpr = SLC_BLOCK // STRIDE
     HALO: tl.constexpr = 1 if CMP_BLOCK > STRIDE else 0
     i, j = tl.program_id(0) * M, tl.program_id(1) * (BN - HALO)
-    if j * SLC_BLOCK <= offset + first + tl.minimum(i + M, rows) - 1:
-        kvh, b = tl.program_id(2) % HKV, tl.program_id(2) // HKV
-        r, d, column = i + tl.arange(0, M), tl.arange(0, DP), tl.arange(0, BN)
+    kvh, b = tl.program_id(2) % HKV, (tl.program_id(2) // HKV).to(tl.int64)
+    row0, key0, t0, ends = b * S + first + i, b * N, offset + first + i, tl.minimum(M, rows - i)
+    if VARLEN:
+        _, start, tokens, tile = sequence_of(CU, sequences, first + tl.program_id(0), M, 1)
+        t0, N, key0 = tile * M, compressed_tokens(tokens, CMP_BLOCK, STRIDE), (start // STRIDE).to(tl.int64)
+        row0, ends = start.to(tl.int64) + t0, tl.minimum(M, tokens - t0)
+        ends = tl.where((ends > 0) & (t0 + ends > skip), ends, -t0)  # rows that choose nothing see no block
+    if j * SLC_BLOCK <= t0 + ends - 1:
+        r, d, column = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, BN)
         tap = tl.arange(0, TAPS * BN) // BN
         n = (j - HALO + tl.arange(0, TAPS * BN) % BN) * R + tap
         exists = (n >= 0) & (n < N) & (tap < R)
-        t, ok = offset + first + r, r < rows
-        row = (b.to(tl.int64) * S + first + i) * HQ + kvh * G
-        K += (b.to(tl.int64) * N * HKV + kvh) * D
+        t, ok = t0 + r, r < ends
+        row = row0 * HQ + kvh * G
+        K += (key0 * HKV + kvh) * D
         k = load_rows(K, n.to(tl.int64), HKV * D, d, D, DP, exists, True)
         p = tl.zeros([M, TAPS * BN], tl.float32)
         for h in range(G):
-            q = load_rows(Q + (row + h) * D, r - i, HQ * D, d, D, DP, ok, True)
-            lse = tl.load(LSE + row + h + (r - i) * HQ, mask=ok, other=float("inf"))
+            q = load_rows(Q + (row + h) * D, r, HQ * D, d, D, DP, ok, True)
+            lse = tl.load(LSE + row + h + r * HQ, mask=ok, other=float("inf"))
             p += tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale2 - lse[:, None])
         seen = exists[None, :] & ((n * STRIDE + (CMP_BLOCK - 1))[None, :] <= t[:, None])
         p = tl.where(seen, p, 0.0)
@@ -68,7 +77,7 @@ def _importance(
             handed = _sum_taps(p, beyond / STRIDE, M, TAPS, BN)
             score += tl.gather(handed, tl.broadcast_to(tl.maximum(column - 1, 0)[None, :], [M, BN]), 1)
         block = j - HALO + column
-        at = SCORES + (tl.program_id(2).to(tl.int64) * rows + r)[:, None] * (sixteens * 16) + block[None, :]
+        at = SCORES + (tl.program_id(2).to(tl.int64) * rows + i + r)[:, None] * (sixteens * 16) + block[None, :]
         tl.store(at, score, mask=ok[:, None] & ((column >= HALO) & (block < blocks))[None, :])
 
 
@@ -93,10 +102,19 @@ def _best(bits, n):
 
 
 @triton.jit
+def _successor(SCORES, j, group, best, n, own, pitch, INIT: tl.constexpr, LOCAL: tl.constexpr):
+    """The best that comes after (best, n) in order of choice, among each row's group's blocks in j .. j+1023."""
+    members = tl.arange(0, 32)[None, :]
+    member = j + group * _RUN + members // _RUN * (32 * _RUN) + members % _RUN
+    bits = _free(SCORES, member, own[:, None], pitch, INIT, LOCAL)
+    return _best(tl.where((bits < best) | ((bits == best) & (member > n)), bits, -1), member)
+
+
+@triton.jit
 def _choose(
-    SCORES, CHOSEN, S, offset, first, rows, sixteens,
+    SCORES, CHOSEN, CU, S, offset, first, rows, sixteens, skip, sequences,
     HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    SLC_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SLC_BLOCK: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Selected blocks: the forced ones, and the best of the others by score.
 
@@ -104,16 +122,27 @@ def _choose(
     other's latency, and writes CHOSEN [B,S,HKV,COUNT] int32, ascending, padded with -1.
     Runs of _RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes
     the best of these 32, and scans only the winner's blocks for its successor.
-    SCORES [B·HKV,rows,16·sixteens] float32, of queries first .. first+rows-1, as `_importance` writes them.
+    SCORES [B·HKV,rows,16·sixteens] float32, of queries first .. first+rows-1, as `_importance` writes them; VARLEN as
+    there, for tiles of M queries.
     """
     LAST: tl.constexpr = 0x7FFFFFFF
     pitch = sixteens * 16  # a known multiple, for wide loads
     r, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    own = tl.where(r < rows, (offset + first + r) // SLC_BLOCK, -1)
+    b, kvh = (head // HKV).to(tl.int64), head % HKV
+    row0, t, ok = b * S + first, offset + first + r, r < rows
+    if VARLEN:
+        _, start, tokens, tile = sequence_of(CU, sequences, first + tl.program_id(0) * ROWS // M, M, 1)
+        row0 = start.to(tl.int64) + tile * M - tl.program_id(0) * ROWS // M * M
+        t = tile * M + r % M
+        ok = (t >= skip) & (t < tokens)
+    own = tl.where(ok, t // SLC_BLOCK, -1)
     SCORES += (head.to(tl.int64) * rows + r[:, None]) * pitch
     group, slot = tl.arange(0, 32)[None, :], tl.arange(0, COUNT_P)[None, :]
     held, holder = tl.full([ROWS, 32], -1, tl.int32), tl.full([ROWS, 32], LAST, tl.int32)
     last = tl.max(own, 0)
+    if VARLEN:  # noqa: SIM102  a constant of the compiler and a number
+        if last < 0:
+            return
     for j in range(0, last + 1, 32 * _RUN):
         n = j + tl.arange(0, 32 * _RUN)[None, :]
         bits = tl.reshape(_free(SCORES, n, own[:, None], pitch, INIT, LOCAL), [ROWS, 32, _RUN])
@@ -130,77 +159,73 @@ def _choose(
         best, n = _best(held, holder)
         index = tl.where((slot == turn) & (best >= 0), n, index)
         winner = n // _RUN % 32
-        following, at = tl.full([ROWS, 1], -1, tl.int32), tl.full([ROWS, 1], LAST, tl.int32)
-        for j in range(0, last + 1, 1024):  # 32 blocks of each group
-            members = tl.arange(0, 32)[None, :]
-            member = j + winner * _RUN + members // _RUN * (32 * _RUN) + members % _RUN
-            bits = _free(SCORES, member, own[:, None], pitch, INIT, LOCAL)
-            after = (bits < best) | ((bits == best) & (member > n))
-            most, first_of_most = _best(tl.where(after, bits, -1), member)
-            at = tl.where(most > following, first_of_most, at)
-            following = tl.maximum(following, most)
+        following, at = _successor(SCORES, 0, winner, best, n, own, pitch, INIT, LOCAL)
+        for j in range(1024, last + 1, 1024):
+            more, at_more = _successor(SCORES, j, winner, best, n, own, pitch, INIT, LOCAL)
+            at = tl.where(more > following, at_more, at)
+            following = tl.maximum(following, more)
         held = tl.where(group == winner, following, held)
         holder = tl.where(group == winner, at, holder)
     # Each index is stored at its rank; the rest is padding.
     rank = tl.sum((index[:, None, :] < index[:, :, None]).to(tl.int32), 2)
     found = tl.sum((index < LAST).to(tl.int32), 1)[:, None]
-    b, kvh = head // HKV, head % HKV
-    at = CHOSEN + ((b.to(tl.int64) * S + first + r[:, None]) * HKV + kvh) * COUNT
-    ok = (r < rows)[:, None]
+    at = CHOSEN + ((row0 + r[:, None]) * HKV + kvh) * COUNT
+    ok = ok[:, None]
     tl.store(at + rank, index, mask=ok & (index < LAST))
     tl.store(at + slot, tl.full([ROWS, COUNT_P], -1, tl.int32), mask=ok & (slot >= found) & (slot < COUNT))
 
 
-def select(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, config: NSAConfig, offset: int, scale: float, skip: int = 0
-) -> Tensor:
-    """Selected blocks, int32 [B,S,HKV,slc_count]; the first `skip` rows stay unwritten.
+def select(q: Tensor, k_cmp: Tensor, lse: Tensor, call: Call, skip: int = 0) -> Tensor:
+    """Selected blocks, int32 [B,S,HKV,slc_count]; the first `skip` rows of each sequence stay unwritten.
 
     Args:
         q: [B,S,HQ,D]. k_cmp: [B,N,HKV,D].
         lse: log-sum-exp of the compressed branch, float32 [B,S,HQ], base 2, from span.forward.
     """
-    (batch, rows, _, _), kv_heads = q.shape, k_cmp.shape[2]
-    blocks = config.slc_blocks(offset + rows)
+    (batch, rows, _, _), kv_heads, config, offset = q.shape, k_cmp.shape[2], call.config, call.offset
+    blocks = config.slc_blocks(call.longest or offset + rows)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
-    pitch = 16 * ceil_div(blocks, 16)
-    step = min(max(1, rows - skip), max(1, _BUFFER // (4 * batch * kv_heads * pitch)))
-    buffer = torch.empty(batch * kv_heads * step * pitch, dtype=torch.float32, device=q.device)
-    for first in range(skip, rows, step):
-        part = min(step, rows - first)
-        _score_chunk(q, k_cmp, lse, buffer, config, offset, scale, first, part)
-        _choose_chunk(buffer, chosen, config, offset, first, part)
+    # Of packed sequences chunks are counted in tiles, some of which are empty.
+    tile = _importance_tile(q).rows if call.packed else 1
+    begin, end = (0, call.tiles(rows, tile, 1)) if call.packed else (skip, rows)
+    of_row = batch * kv_heads * 16 * ceil_div(blocks, 16)
+    step = max(1, min(end - begin, _BUFFER // (4 * of_row * tile)))
+    buffer = torch.empty(of_row * step * tile, dtype=torch.float32, device=q.device)
+    for first in range(begin, end, step):
+        part = min(step, end - first)
+        seen = blocks if call.packed else config.slc_blocks(offset + first + part)
+        _score_chunk(q, k_cmp, lse, buffer, call, first, part * tile, seen, skip)
+        _choose_chunk(buffer, chosen, call, first, part * tile, seen, skip, tile)
     return chosen
 
 
 def _score_chunk(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, scores: Tensor, config: NSAConfig, offset: int, scale: float,
-    first: int, rows: int,
-) -> None:  # fmt: skip
-    tile, dim = _importance_tile(q), q.shape[-1]
-    blocks = config.slc_blocks(offset + first + rows)
+    q: Tensor, k_cmp: Tensor, lse: Tensor, scores: Tensor, call: Call, first: int, rows: int, blocks: int, skip: int
+) -> None:
+    tile, dim, config = _importance_tile(q), q.shape[-1], call.config
     pointers = dict(Q=q, K=k_cmp, LSE=lse, SCORES=scores)
-    numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=offset, first=first, rows=rows, blocks=blocks)
-    numbers |= dict(sixteens=ceil_div(blocks, 16))
+    numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=call.offset, first=first, rows=rows, blocks=blocks)
+    numbers |= dict(sixteens=ceil_div(blocks, 16), skip=skip)
     taps = power_of_two(config.slc_block // config.cmp_stride)
     columns = max(2, tile.keys // taps)
     heads = dict(HQ=q.shape[2], HKV=k_cmp.shape[2], D=dim, DP=padded(dim), M=tile.rows, BN=columns, TAPS=taps)
     sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
     own_columns = columns - (config.cmp_block > config.cmp_stride)
     grid = (ceil_div(rows, tile.rows), ceil_div(blocks, own_columns), q.shape[0] * k_cmp.shape[2])
-    arguments = pointers | numbers | dict(scale2=scale * LOG2_E)
-    launch(_importance, grid, arguments, heads | sizes, tile, stage="scores")
+    arguments = pointers | call.bounds(q) | numbers | dict(scale2=call.scale * LOG2_E)
+    launch(_importance, grid, arguments, heads | sizes | dict(VARLEN=call.packed), tile, stage="scores")
 
 
-def _choose_chunk(scores: Tensor, chosen: Tensor, config: NSAConfig, offset: int, first: int, rows: int) -> None:
-    batch, length, kv_heads, count = chosen.shape
-    blocks = config.slc_blocks(offset + first + rows)
+def _choose_chunk(
+    scores: Tensor, chosen: Tensor, call: Call, first: int, rows: int, blocks: int, skip: int, tile: int
+) -> None:
+    (batch, length, kv_heads, count), config = chosen.shape, call.config
     pointers = dict(SCORES=scores, CHOSEN=chosen)
-    numbers = dict(S=length, offset=offset, first=first, rows=rows, sixteens=ceil_div(blocks, 16))
+    numbers = dict(S=length, offset=call.offset, first=first, rows=rows, sixteens=ceil_div(blocks, 16), skip=skip)
     sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
-    constants = sizes | dict(SLC_BLOCK=config.slc_block, ROWS=4)
+    constants = sizes | dict(SLC_BLOCK=config.slc_block, ROWS=4, M=tile, VARLEN=call.packed)
     grid = ceil_div(rows, 4), batch * kv_heads
-    launch(_choose, grid, pointers | numbers, constants, Tile(warps=1), stage="topk")
+    launch(_choose, grid, pointers | call.bounds(scores) | numbers, constants, Tile(warps=1), stage="topk")
 
 
 def _importance_tile(q: Tensor) -> Tile:

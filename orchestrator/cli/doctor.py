@@ -148,7 +148,7 @@ def _triton() -> Finding:
         return Finding("triton", Health.MISSING, "not installed: auto takes chunked, on a GPU, too", _INSTALL_GPU)
     if reason is not None:
         return Finding("triton", Health.MISSING, f"auto takes chunked instead: {reason}")
-    return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it for half precision on a GPU")
+    return Finding("triton", Health.OK, f"{version}; tested: {TRITON}; auto takes it on a GPU")
 
 
 def _dense() -> list[Finding]:

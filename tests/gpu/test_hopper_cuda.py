@@ -58,7 +58,7 @@ def chosen(case):
     """The inverse of what the queries choose."""
     q, parts, call = case
     _, (lse, *_) = attend_spans(*case)
-    blocks = scores.select(q, parts[0].k, lse, call.config, call.offset, call.scale, call.causal_rows(q.shape[1]))
+    blocks = scores.select(q, parts[0].k, lse, call, call.causal_rows(q.shape[1]))
     return attention._invert(q, parts[1], blocks, call)
 
 

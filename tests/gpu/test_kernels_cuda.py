@@ -17,7 +17,8 @@ PAPER = NSAConfig()
 FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HOPPER = {"_all_spans_forward", "_all_spans_backward_q", "_selected_forward_hopper", "_selected_backward_hopper"}
+SPANS_ON_HOPPER = {"_all_spans_forward", "_all_spans_backward_q"}
+SELECTED_ON_HOPPER = {"_selected_forward_hopper", "_selected_backward_hopper"}
 
 
 def distance(got, want):
@@ -212,7 +213,7 @@ def test_separate_keys_and_values_for_each_branch(make_case):
 
 @pytest.mark.parametrize("longest", [None, 900, 1200])
 def test_packed_sequences_are_separate_ones(make_case, longest):
-    """One by one bit for bit; as a padded batch dk and dv are summed in other pieces. One of them is empty."""
+    """Gradients of keys are summed in other pieces than one by one. One of them is empty."""
     case = make_case(1501)
     bounds = torch.tensor([0, 1, 32, 32, 601, 1501], device="cuda")
     options = {"cu_seqlens": bounds, "max_seqlen": longest, "backend": "triton"}
@@ -221,12 +222,11 @@ def test_packed_sequences_are_separate_ones(make_case, longest):
     singles = [[x[:, a:b].detach().requires_grad_() for x in case.leaves] for a, b in spans]
     outs = [nsa_attention(*one, FEW, backend="triton") for one in singles]
     assert distance(packed, torch.cat([out[0] for out in outs])) < 3e-3
-    assert longest is not None or torch.equal(packed, torch.cat([out[0] for out in outs]))
     grads = torch.autograd.grad(packed.square().sum(), case.leaves)
     alone = [torch.autograd.grad(out.square().sum(), one) for out, one in zip(outs, singles, strict=True)]
     for got, parts in zip(grads, zip(*alone, strict=True), strict=True):
         whole = torch.cat(parts, 1)
-        assert torch.equal(got, whole) if longest is None else distance(got, whole) < 3e-3
+        assert distance(got, whole) < 3e-3
 
 
 @pytest.mark.parametrize("longest", [None, 1500])
@@ -236,7 +236,7 @@ def test_packed_sequences_are_separate_ones(make_case, longest):
 def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest, heads, dim, value, bad):
     """In the longest and in a shorter one. Others keep their bits: one that chooses, one without a block, an empty one.
 
-    On Hopper its own kernels run at head dim 128.
+    On Hopper its own kernels of selected blocks run at head dim 128; those of spans would write across sequences' ends.
     """
     bounds = [0, 1500, 2200, 2204, 2204]
     options = {"cu_seqlens": torch.tensor(bounds, device="cuda"), "max_seqlen": longest}
@@ -254,7 +254,8 @@ def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest, head
     with observe() as started:
         sound = run()
     hopper = dim == 128 and torch.cuda.get_device_capability()[0] == 9
-    assert HOPPER & {one.kernel for one in started} == (HOPPER if hopper else set())
+    ran = (SPANS_ON_HOPPER | SELECTED_ON_HOPPER) & {one.kernel for one in started}
+    assert ran == (SELECTED_ON_HOPPER if hopper else set())
     for token in (start + 5, start + 600):  # among the first rows, and among those that choose
         for got, want in zip(run(token), sound, strict=True):
             assert not got[start:end].isfinite().all()

@@ -30,16 +30,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.heads:
         case = CompileCase(*options.heads, options.dim, options.dim, torch.bfloat16)
-        keys = table.wanted([case], options.arch, options.kernel)
+        pairs = [(case, arch) for arch in options.arch]
     else:
-        keys = table.all_wanted(options.arch, options.kernel)
+        pairs = [(case, arch) for case, arch in table.ALL if arch in options.arch]
     known = table.read(options.table) if options.table else {}
-    found = {key: usage for key, usage in known.items() if key in keys}
-    for some in table.compiled({key: pair for key, pair in keys.items() if key not in found}):
-        found |= some
-        print(*some.values(), sep="\n", flush=True)
-        if options.table:
-            table.write(options.table, known | found)
+    with table.processes() as pool:
+        keys = table.wanted(pairs, options.kernel, pool)
+        found = {key: usage for key, usage in known.items() if key in keys}
+        for some in table.compiled({key: pair for key, pair in keys.items() if key not in found}, pool):
+            found |= some
+            print(*some.values(), sep="\n", flush=True)
+            if options.table:
+                table.write(options.table, known | found)
     if options.table:
         table.write(options.table, found)
     bad = [usage for usage in found.values() if not usage.fits]

@@ -49,6 +49,8 @@ CASES = (
     *(CompileCase(8, 2, *dims, _BF16) for dims in ((96, 96), (192, 192), (192, 128), (128, 64))),
     *(CompileCase(8, 2, dim, dim, dtype) for dim in (64, 128, 256) for dtype in (torch.float16, _FP32)),
 )
+# Kernels for packed sequences differ in how they look a sequence up: some heads stand for all.
+PACKED = tuple(CompileCase(*heads, dim, dim, _BF16) for heads, dim in (((32, 8), 128), ((12, 2), 64), ((32, 2), 128)))
 # The largest groups that an A100 takes. At head dim 64 128 heads fit, too, but the selected backward spills 840 bytes.
 ON_A100 = tuple(CompileCase(group * 2, 2, dim, dim, _BF16) for dim, group in ((128, 128), (256, 64)))
 
@@ -56,7 +58,7 @@ ON_A100 = tuple(CompileCase(group * 2, 2, dim, dim, _BF16) for dim, group in ((1
 def launches(case: CompileCase, arch: int) -> list[Launch]:
     """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
 
-    Sequences are short and long, because their pinned tiles differ; keys are separate and shared. None of heads that
+    Sequences are short, long (their pinned tiles differ) and packed; keys are separate and shared. None of heads that
     the backend refuses, and none of decoding for groups beyond 16: the window's kernel repeats its code for each head,
     which takes minutes to compile.
     """
@@ -66,6 +68,9 @@ def launches(case: CompileCase, arch: int) -> list[Launch]:
         for tokens in (2048, 65_536):
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)
+        if case in PACKED:
+            _run_once(case, 65_536, shared=True, packed=True)
+            _run_once(case, 65_536, shared=False, packed=True)
         if case.group <= 16:
             step.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
         _train_once(case)
@@ -76,16 +81,17 @@ def _identity(launch: Launch) -> tuple[str, str]:
     return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
 
 
-def _run_once(case: CompileCase, tokens: int, shared: bool) -> None:
-    """Run a forward without gradients, then forward and backward, on meta tensors."""
+def _run_once(case: CompileCase, tokens: int, shared: bool, packed: bool = False) -> None:
+    """Run a forward without gradients, then forward and backward, on meta tensors; `packed`: of many sequences."""
 
     def made(heads: int, dim: int) -> Tensor:
         return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
 
-    call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared)
+    cu = torch.empty(101, dtype=torch.int32, device="meta") if packed else None
+    call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared, longest=tokens, cu=cu)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
     given = [(made(case.kv_heads, case.dim), made(case.kv_heads, case.value_dim)) for _ in range(1 if shared else 3)]
-    pairs = given * 2 if shared else [operators.compress(*given[0], call.config), *given[1:]]
+    pairs = given * 2 if shared else [operators.compress(*given[0], call.config, cu), *given[1:]]
     with torch.no_grad():
         operators.attend(q, gates, None, pairs, call)
     out = operators.attend(q, gates, None, pairs, call)

@@ -16,7 +16,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, unaligned_names
 from ..runtime.tma import Tiled
 from .cases import DTYPES, CompileCase
 
@@ -67,7 +67,10 @@ def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[l
     """Types by argument, and the indices of those that Triton's run-time marks as multiples of 16: tensors."""
     names = launch.kernel.arg_names
     types = {name: _type(launch.arguments[name]) if name in launch.arguments else "constexpr" for name in names}
-    places = [i for i, name in enumerate(names) if isinstance(launch.arguments.get(name), Tensor)]
+    aligned = [
+        x for x in names if isinstance(launch.arguments.get(x), Tensor) and x not in unaligned_names(launch.kernel)
+    ]
+    places = [names.index(name) for name in aligned]
     return types, {(i,): [["tt.divisibility", 16]] for i in places}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
 
 from .cases import CASES, DTYPES, ON_A100, CompileCase, launches
-from .resources import Usage, compile_for
+from .resources import SHARED, Usage, compile_for
 from .sources import launch_key
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -35,34 +35,43 @@ def write(path: Path, known: Mapping[str, Usage]) -> None:
         writer.writerows(rows)
 
 
-def wanted(cases: Iterable[CompileCase], archs: Iterable[int], kernel: str = "") -> dict[str, tuple[CompileCase, int]]:
+def processes() -> ProcessPoolExecutor:
+    """A process for each core, for `wanted` and `compiled`."""
+    return ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+
+
+Pairs = list[tuple[CompileCase, int]]
+ALL: Pairs = [(case, 80) for case in ON_A100] + [(case, arch) for arch in sorted(SHARED) for case in CASES]
+
+
+def wanted(pairs: Pairs, kernel: str = "", pool: Executor | None = None) -> dict[str, tuple[CompileCase, int]]:
     """The case and compute capability of each distinct launch, by its key.
 
     Args:
         kernel: a part of the names of the kernels.
+        pool: where launches are traced; None: here.
     """
     found = dict[str, tuple[CompileCase, int]]()
-    pairs = [(case, arch) for arch in archs for case in cases]
-    for case, arch in pairs:
-        for launch in launches(case, arch):
-            if kernel in launch.kernel.__name__:
-                found.setdefault(launch_key(launch, arch), (case, arch))
+    traced = (map if pool is None else pool.map)(_keys, pairs)
+    for pair, named in zip(pairs, traced, strict=True):
+        found = {key: pair for key, name in named.items() if kernel in name} | found
     return found
 
 
-def all_wanted(archs: Iterable[int], kernel: str = "") -> dict[str, tuple[CompileCase, int]]:
-    """As `wanted`, of all cases that are kept."""
-    return wanted(ON_A100, {80}.intersection(archs), kernel) | wanted(CASES, archs, kernel)
+def compiled(missing: Mapping[str, tuple[CompileCase, int]], pool: Executor) -> Iterator[dict[str, Usage]]:
+    """Resources of launches by their keys, a part of a case after another."""
+    keys = dict[tuple[tuple[CompileCase, int], int], set[str]]()
+    parts = -(-3 * (os.cpu_count() or 1) // max(1, len(set(missing.values()))))
+    for i, (key, pair) in enumerate(missing.items()):
+        keys.setdefault((pair, i % parts), set()).add(key)
+    for done in as_completed([pool.submit(_compile, *pair, some) for (pair, _), some in keys.items()]):
+        yield done.result()
 
 
-def compiled(missing: Mapping[str, tuple[CompileCase, int]]) -> Iterator[dict[str, Usage]]:
-    """Resources of launches by their keys, compiled in a process for each core, one case after another."""
-    keys = dict[tuple[CompileCase, int], set[str]]()
-    for key, pair in missing.items():
-        keys.setdefault(pair, set()).add(key)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_compile, *pair, some) for pair, some in keys.items()]):
-            yield done.result()
+def _keys(pair: tuple[CompileCase, int]) -> dict[str, str]:
+    """Kernels' names by the keys of their launches."""
+    case, arch = pair
+    return {launch_key(launch, arch): launch.kernel.__name__ for launch in launches(case, arch)}
 
 
 def _compile(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:

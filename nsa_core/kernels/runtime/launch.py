@@ -136,8 +136,8 @@ def _start(asked: Launch) -> Compiled | None:
 
     Triton's own launch inspects every argument each time, which takes longer than many of these kernels. Compiled
     kernels are kept here by what they depend on: names, constants, types, and whether pointers are multiples of 16.
-    Whole numbers are plain arguments: one kernel serves all lengths. The key has the kernel's id, which stays its own: a
-    kept entry keeps its kernel alive.
+    Whole numbers are plain arguments: one kernel serves all lengths. The key has the kernel's id, which stays its own:
+    a kept entry keeps its kernel alive.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
     first = next(iter(arguments.values()))
@@ -150,14 +150,15 @@ def _start(asked: Launch) -> Compiled | None:
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]
     key += constants.values()
     values: list[Any] = []
-    for x in arguments.values():
+    unaligned = unaligned_names(kernel)
+    for name, x in arguments.items():
         if isinstance(x, Tiled):
             key += x.kind
             x = x.descriptor()
         elif isinstance(x, Tensor):
             key.append(x.dtype)
             x = x.data_ptr()  # an integer: for a tensor, Triton would ask the driver for its address
-            key.append(x & 15 == 0)
+            key.append(x & 15 == 0 or name in unaligned)
         elif isinstance(x, int):
             key.append(-(1 << 31) <= x < 1 << 31)
         values.append(x)
@@ -179,6 +180,24 @@ def _start(asked: Launch) -> Compiled | None:
     names = [*arguments, *constants]
     _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
     return _compiled[known]
+
+
+def unaligned_names(kernel: Any) -> Sequence[str]:
+    """Pointers of a kernel that is compiled alike whether they are multiples of 16 or not."""
+    return getattr(kernel, "do_not_specialize_on_alignment", None) or ()
+
+
+def compile_only(asked: Launch, device: torch.device) -> None:
+    """Compile a launch's kernel for a GPU, as `start` would; the launch's tensors may be without memory."""
+    kernel, arguments = asked.kernel, asked.arguments
+    _generalize(kernel, arguments)
+    kinds = {name: _kind(x) for name, x in (arguments | asked.constants).items()}
+    with torch.cuda.device(device):
+        kernel.warmup(*(kinds[name] for name in kernel.arg_names), grid=(1,), **asked.tile.options)
+
+
+def _kind(x: Any) -> Any:
+    return x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
 
 
 def _generalize(kernel: Any, arguments: Mapping[str, Any]) -> None:

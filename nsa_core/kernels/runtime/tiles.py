@@ -61,6 +61,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def smaller(a: int, b: int) -> int:
+    """The smaller of two sizes, which may be a compiler's symbols: `min` would fix which one it is."""
+    return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)  # pyright: ignore[reportReturnType]
+
+
+def larger(a: int, b: int) -> int:
+    return max(a, b) if type(a) is type(b) is int else torch.sym_max(a, b)  # pyright: ignore[reportReturnType]
+
+
 _assumed: ContextVar[int] = ContextVar("nsa_core_kernel_arch", default=80)
 
 

@@ -26,8 +26,9 @@ from ..runtime.tiles import Tile
 from ..shared import hopper
 from ..shared.hopper import COPY_REGISTERS, ROWS, THREADS, anew, barrier, copy_rows, product, ring, tiles_of_rows, wait
 from ..shared.packed_slots import store_packed
+from ..shared.ranges import block_of_keys
 from .forward_hopper import by_entry, by_rows, of_each_row
-from .inverse import work_item
+from .inverse import PARTS_OF_INDEX, work_item
 
 # Triton 3.9 hoists a range and its sums with constants out of the loop in spite of `anew`.
 _HOISTS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
@@ -160,12 +161,12 @@ def _consume(
         mbarrier.arrive(handed, count=1)  # by one thread, behind a barrier of the warpgroup
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=PARTS_OF_INDEX)
 def _selected_backward_hopper(
-    Q, K, V, DO, STATS, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, first_row, skip, blocks, keys, cap, scale2, scale,
+    Q, K, V, DO, STATS, DQPART, EXPONENTS, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS, CU,
+    S, T, first_row, skip, blocks, keys, cap, sequences, scale2, scale,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Gradients of one block that queries chose, which lies wholly before them, and of these queries through it.
 
@@ -180,9 +181,8 @@ def _selected_backward_hopper(
     item = gl.program_id(0)
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, item, keys, cap)
     if begin < end:
-        head = key // blocks
-        kvh, b = head % HKV, head // HKV
-        start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
+        head, kvh, key0, n0, _, _ = block_of_keys(CU, sequences, key, blocks, T, HKV, SB, VARLEN)
+        b, start = head // HKV, ((key0 + n0) * HKV + kvh) * D
         # From here on rows and entries count from the chunk's first row, as in kernels.py.
         first_entry = first_row * FREE
         first = (b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G

@@ -25,7 +25,8 @@ from ..runtime.tiles import Tile
 from ..shared import hopper
 from ..shared.hopper import COPY_REGISTERS, ROWS, THREADS, barrier, by_eights, copy_rows, product, ring, wait
 from ..shared.packed_slots import store_packed
-from .inverse import work_item
+from ..shared.ranges import block_of_keys
+from .inverse import PARTS_OF_INDEX, work_item
 
 _WARPGROUPS = gl.constexpr(3)  # consumers
 _TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=128)
@@ -118,12 +119,12 @@ def _consume(
         gl.store(LPART + slot, m + gl.log2(l), mask=i < end)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=PARTS_OF_INDEX)
 def _selected_forward_hopper(
-    Q, K, V, OPART, EXPONENTS, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, first_row, skip, blocks, keys, cap, scale2,
+    Q, K, V, OPART, EXPONENTS, LPART, ENTRIES, ITEMS, PIECES, BOUNDS, CU,
+    S, T, first_row, skip, blocks, keys, cap, sequences, scale2,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SB: gl.constexpr, FREE: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Softmax of queries over one block that they chose, which lies wholly before them.
 
@@ -136,9 +137,8 @@ def _selected_forward_hopper(
     DTYPE: gl.constexpr = Q.dtype.element_ty
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, gl.program_id(0), keys, cap)
     if begin < end:
-        head = key // blocks
-        kvh, b = head % HKV, head // HKV
-        start = ((b.to(gl.int64) * T + key % blocks * SB) * HKV + kvh) * D
+        head, kvh, key0, n0, _, _ = block_of_keys(CU, sequences, key, blocks, T, HKV, SB, VARLEN)
+        b, start = head // HKV, ((key0 + n0) * HKV + kvh) * D
         # From here on rows and entries count from the chunk's first row, as in kernels.py.
         first_entry = first_row * FREE
         Q += ((b.to(gl.int64) * S + skip + first_row - head * (S - skip)) * HQ + kvh * G) * D

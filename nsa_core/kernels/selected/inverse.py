@@ -16,24 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import NSAConfig
+from ..call import Call
 from ..runtime.launch import launch
-from ..runtime.tiles import Tile, ceil_div
+from ..runtime.tiles import Tile, ceil_div, larger, smaller
+from ..shared.ranges import sequence_of
 
+PARTS_OF_INDEX = ("ITEMS", "PIECES", "BOUNDS")  # kernel arguments that begin anywhere: a chunk's part of a tensor
 _PROGRAM = 256  # numbers per program
 _TILE = Tile(warps=4)
 
 
 @triton.jit
 def _sort_keys(
-    CHOSEN, KEYS, total, S, choosing, rows, blocks, keys, skip, bias,
+    CHOSEN, KEYS, CU, total, S, choosing, rows, blocks, keys, skip, bias, sequences,
     HKV: tl.constexpr, COUNT: tl.constexpr, FREE: tl.constexpr, INIT: tl.constexpr, N: tl.constexpr,
+    SB: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Sort keys of all entries: the number of (chunk, sequence, kv head, block), in that order.
 
-    Grid: (entries / N, 1). A program owns N entries and writes their numbers less `bias` to KEYS [total], int16 or int32.
+    Grid: (entries / N, 1). A program owns N entries; it writes numbers less `bias` to KEYS [total], int16 or int32.
     CHOSEN int32 [B,S,HKV,COUNT], of which FREE ranks behind the INIT first are free; `choosing` rows per sequence and
     kv head, `rows` per chunk, `blocks` per sequence, `keys` blocks of all sequences and kv heads.
+    VARLEN: blocks of SB keys are numbered as in ranges.sequence_of, and rows before CAUSAL of a sequence, which choose
+    nothing, have the last number of a chunk.
     """
     i = tl.program_id(0) * N + tl.arange(0, N)
     row = i // FREE
@@ -41,21 +46,27 @@ def _sort_keys(
     place = (group // HKV * S + skip + row % choosing).to(tl.int64) * HKV + group % HKV
     block = tl.load(CHOSEN + place * COUNT + INIT + i % FREE, mask=i < total, other=0)
     # A row whose scores are NaN may have chosen fewer blocks: -1 in place of one would be another sequence's.
-    key = row // rows * keys + group * blocks + tl.maximum(block, 0)
+    block = tl.maximum(block, 0)
+    if VARLEN:
+        b, start, _, _ = sequence_of(CU, sequences, row % choosing, 1, 0)
+        block = tl.where(row % choosing - start < CAUSAL, keys - 1 - group * blocks, start // SB + b + block)
+    key = row // rows * keys + group * blocks + block
     tl.store(KEYS + i, (key - bias).to(KEYS.dtype.element_ty), mask=i < total)
 
 
 @triton.jit
-def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, bias, steps, N: tl.constexpr):
+def _count(SORTED, BOUNDS, PIECES, total, keys, last, cap, bias, steps, N: tl.constexpr, VARLEN: tl.constexpr):
     """Where every key's entries begin, and how many work items they make.
 
     Grid: (keys of all chunks / N, 1). A program owns N keys; it writes the first entry of each to BOUNDS [last + 1] and
     the number of its work items, of `cap` entries, to PIECES [chunks,keys + 1] behind a 0. SORTED [total]: the sorted
-    KEYS; `last`: keys of all chunks.
+    KEYS; `last`: keys of all chunks. VARLEN: the last key of a chunk, of rows that choose nothing, has no items.
     """
     key = tl.program_id(0) * N + tl.arange(0, N)
     begin = _first(SORTED, key - bias, total, steps)
     pieces = tl.cdiv(_first(SORTED, key + 1 - bias, total, steps) - begin, cap)
+    if VARLEN:
+        pieces = tl.where(key % keys == keys - 1, 0, pieces)
     tl.store(BOUNDS + key, begin, mask=key <= last)
     at = PIECES + key // keys * (keys + 1) + key % keys
     tl.store(at + 1, pieces, mask=key < last)
@@ -108,8 +119,9 @@ class Inverse:
         pieces: int32 [chunks, keys + 1], the number of work items before each block within its chunk.
         items: int32 [chunks, limit], the block of every work item; `keys` for unused items.
         rows: rows per chunk; the last chunk may be shorter.
-        keys: blocks of all sequences and kv heads, B · HKV · blocks.
-        blocks: selection blocks per sequence.
+        keys: blocks of all sequences and kv heads, B · HKV · blocks; with one more for rows of packed sequences that
+            choose nothing.
+        blocks: selection blocks per sequence; of packed sequences, of all.
         cap: largest number of entries in a work item.
     """
 
@@ -143,57 +155,62 @@ def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
         free: blocks that a row chooses.
     """
     row = q.shape[2] // kv_heads * free * dim * q.itemsize
-    budget = min(max(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
-    return max(1, min(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
+    budget = smaller(larger(4 * q.numel() * q.itemsize, 64 << 20), 2 << 30)
+    return larger(1, smaller(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
 
 
 def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
     """Entries per work item: about 1024 items per chunk, each of at least 1024 (row, head) pairs."""
     group = q.shape[2] // kv_heads
-    return max(ceil_div(1024, group), ceil_div(rows * free, 1024))
+    return larger(ceil_div(1024, group), ceil_div(rows * free, 1024))
 
 
-def invert(chosen: Tensor, config: NSAConfig, blocks: int, rows: int, cap: int, skip: int) -> Inverse:
+def invert(chosen: Tensor, call: Call, blocks: int, rows: int, cap: int) -> Inverse:
     """The inverse of `chosen`.
 
     Args:
         chosen: selected blocks, int32 [B,S,HKV,slc_count], ascending; rows that choose have no padding.
-        config: its init_blocks first and local_blocks last of the chosen blocks are forced, the others free.
+        call: its config's init_blocks first and local_blocks last of the chosen blocks are forced, the others free.
         blocks: selection blocks per sequence.
         rows: rows per chunk.
         cap: largest number of entries in a work item.
-        skip: rows at the start of every sequence that choose nothing.
     """
-    batch, length, kv_heads, count = chosen.shape
+    (batch, length, kv_heads, count), config, skip = chosen.shape, call.config, call.skipped(chosen.shape[1])
     free, choosing, groups = config.free_blocks, length - skip, batch * kv_heads
-    keys, total, chunks = groups * blocks, groups * choosing * free, ceil_div(groups * choosing, rows)
+    keys, total, chunks = groups * blocks + call.packed, groups * choosing * free, ceil_div(groups * choosing, rows)
     last = chunks * keys
     # Sorting makes a pass for each byte of the keys.
     kind, bias = (torch.int16, 1 << 15) if last <= 1 << 16 else (torch.int32, 0)
     sort_keys = torch.empty(total, dtype=kind, device=chosen.device)
     sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip, bias=bias)
-    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks)
-    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | sizes, ranks)
+    ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks, SB=config.slc_block)
+    ranks |= dict(CAUSAL=config.slc_count * config.slc_block, VARLEN=call.packed)
+    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | call.bounds(chosen) | sizes, ranks)
     ordered, order = sort_keys.sort(stable=True)
-    # Full items, and one that is not full for every block that may have entries in the chunk.
-    limit = rows * free // cap + min(_reached(rows, choosing, groups) * blocks, rows * free)
+    limit = most_items(rows, choosing, groups, blocks, free, cap)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 1), (chunks, limit))
     )
     sizes = dict(total=total, keys=keys, last=last, cap=cap, bias=bias, steps=total.bit_length() + 1)
-    _launch_flat(_count, last + 1, dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces) | sizes, {})
+    _launch_flat(_count, last + 1, dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces) | sizes, dict(VARLEN=call.packed))
     pieces = pieces.cumsum(1, dtype=torch.int32)
     sizes = dict(limit=limit, keys=keys, steps=keys.bit_length() + 1)
     _launch_flat(_assign, limit, dict(PIECES=pieces, ITEMS=items) | sizes, {}, chunks)
     return Inverse(order.int(), bounds, pieces, items, rows, keys, blocks, cap)
 
 
-def _reached(rows: int, length: int, groups: int) -> int:
-    """Largest number of groups, of `length` rows each, in which a chunk of `rows` rows has rows."""
-    if length % rows == 0 or rows % length == 0:
-        return max(1, rows // length)
-    return min(groups, rows // length + 2)
+def most_items(rows: int, length: int, groups: int, blocks: int, free: int, cap: int) -> int:
+    """Largest number of work items of a chunk of `rows` rows: full ones, and one more for every block it may choose.
+
+    Args:
+        length, groups: number of groups, and rows of each.
+        blocks: of a group.
+    """
+    rows, length = larger(rows, 1), larger(length, 1)
+    across = smaller(1, length % rows) * smaller(1, rows % length)  # 1 if chunks and groups end apart
+    reached = larger(1, rows // length) * (1 - across) + smaller(groups, rows // length + 2) * across
+    return rows * free // cap + smaller(reached * blocks, rows * free)
 
 
 def _launch_flat(

@@ -11,6 +11,8 @@ again, stay in the cache. Hopper has kernels of its own (forward_hopper.py, back
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,18 +24,18 @@ from ..merge import Slots
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from ..shared import hopper
-from ..shared.ranges import load_rows, load_stats
+from ..shared.ranges import block_of_keys, load_rows, load_stats
 from . import backward_hopper, forward_hopper
-from .inverse import Inverse, work_item
+from .inverse import PARTS_OF_INDEX, Inverse, work_item
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS_OF_INDEX)
 def _selected_forward(
-    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, offset, first_row, skip, blocks, keys, cap, scale2,
+    Q, K, V, OPART, LPART, ENTRIES, ITEMS, PIECES, BOUNDS, CU,
+    S, T, offset, first_row, skip, blocks, keys, cap, sequences, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Softmax of queries over one block that they chose.
 
@@ -42,18 +44,19 @@ def _selected_forward(
     [rows,FREE,G,DV] and the base-2 log-sum-exp LPART [rows,FREE,G], float32.
     Q [B,S,HQ,D]; K, V [B,T,HKV,D or DV]; ENTRIES, ITEMS, PIECES, BOUNDS: see `Inverse`. Choosing rows are numbered over
     sequences and kv heads, without the first `skip` rows of each; the chunk's first is `first_row`. MASKED: a block may
-    hold keys behind the query. AHEAD: entries are loaded an iteration ahead.
+    hold keys behind the query. AHEAD: entries are loaded an iteration ahead. VARLEN: sequences are packed, with bounds
+    CU and blocks as in ranges.sequence_of; B is 1 and all rows are numbered.
     """
     G: tl.constexpr = HQ // HKV
     BQ: tl.constexpr = M // G
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, tl.program_id(0), keys, cap)
     if begin < end:
-        n0, head = key % blocks * SB, key // blocks
-        kvh, b = head % HKV, head // HKV
+        head, kvh, key0, n0, T, before = block_of_keys(CU, sequences, key, blocks, T, HKV, SB, VARLEN)
+        b = head // HKV
         n, r = tl.arange(0, SBP), tl.arange(0, M)
         d, dv = tl.arange(0, DP), tl.arange(0, DVP)
         n_ok = (n < SB) & (n0 + n < T)
-        start = (b.to(tl.int64) * T + n0) * HKV + kvh
+        start = (key0 + n0) * HKV + kvh
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, dv, DV, DVP, n_ok, True)
         qi, h = r // G, r % G
@@ -61,7 +64,7 @@ def _selected_forward(
         first_entry = first_row * FREE
         s0 = skip + first_row - head * (S - skip)
         Q += ((b.to(tl.int64) * S + s0) * HQ + kvh * G) * D
-        t0 = offset + s0
+        t0 = offset + s0 - before
         if AHEAD:
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
@@ -88,13 +91,13 @@ def _selected_forward(
                 following = tl.load(ENTRIES + i + BQ + qi, mask=(qi < BQ) & (i + BQ + qi < end), other=first_entry)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS_OF_INDEX)
 def _selected_backward(
-    Q, K, V, DO, STATS, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS,
-    S, T, offset, first_row, skip, blocks, keys, cap, scale2, scale,
+    Q, K, V, DO, STATS, DQPART, DKPART, DVPART, ENTRIES, ITEMS, PIECES, BOUNDS, CU,
+    S, T, offset, first_row, skip, blocks, keys, cap, sequences, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, SB: tl.constexpr, SBP: tl.constexpr, FREE: tl.constexpr, MASKED: tl.constexpr,
-    AHEAD: tl.constexpr, TURNED: tl.constexpr,
+    AHEAD: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block that queries chose, and of these queries through it.
 
@@ -109,12 +112,12 @@ def _selected_backward(
     item = tl.program_id(0)
     key, begin, end = work_item(ITEMS, PIECES, BOUNDS, item, keys, cap)
     if begin < end:
-        n0, head = key % blocks * SB, key // blocks
-        kvh, b = head % HKV, head // HKV
+        head, kvh, key0, n0, T, before = block_of_keys(CU, sequences, key, blocks, T, HKV, SB, VARLEN)
+        b = head // HKV
         n, r = tl.arange(0, SBP), tl.arange(0, M)
         d, e = tl.arange(0, DP), tl.arange(0, DVP)
         n_ok = (n < SB) & (n0 + n < T)
-        start = (b.to(tl.int64) * T + n0) * HKV + kvh
+        start = (key0 + n0) * HKV + kvh
         k = load_rows(K + start * D, n, HKV * D, d, D, DP, n_ok, True)
         v = load_rows(V + start * DV, n, HKV * DV, e, DV, DVP, n_ok, True)
         dk = tl.zeros([SBP, DP], tl.float32)
@@ -127,7 +130,7 @@ def _selected_backward(
         Q += first * D
         DO += first * DV
         STATS += first * 2
-        t0 = offset + s0
+        t0 = offset + s0 - before
         if AHEAD:
             following = tl.load(ENTRIES + begin + qi, mask=(qi < BQ) & (begin + qi < end), other=first_entry)
         for i in tl.range(begin, end, BQ):
@@ -165,11 +168,11 @@ def _selected_backward(
         tl.store(DVPART + place[:, None] * DV + e[None, :], dv, mask=inside & (e < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PARTS_OF_INDEX)
 def _sum_items(
-    DKPART, DVPART, DK, DVALUE, PIECES, T, blocks,
+    DKPART, DVPART, DK, DVALUE, PIECES, CU, T, blocks, sequences,
     HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, SB: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Adds the parts of one block's work items, in order.
 
@@ -180,10 +183,9 @@ def _sum_items(
     key = tl.program_id(0)
     begin, end = tl.load(PIECES + key), tl.load(PIECES + key + 1)
     if begin < end:
-        n0, head = key % blocks * SB, key // blocks
-        kvh, b = head % HKV, head // HKV
+        _, kvh, key0, n0, T, _ = block_of_keys(CU, sequences, key, blocks, T, HKV, SB, VARLEN)
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        row = (b.to(tl.int64) * T + n0 + n) * HKV + kvh
+        row = (key0 + n0 + n) * HKV + kvh
         ok = (n < SB) & (n0 + n < T)
         if tl.program_id(2) == 0:
             _add_parts(DKPART, DK, begin, end, n, row, ok, D, DP, SB, UNROLL)
@@ -229,8 +231,8 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     tile, ahead = _forward_tile(q, part.v)
     tile = tile.holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, call.offset, slots) | dict(scale2=call.scale * LOG2_E)
-    constants = _constants(q, part, tile, call.config)
+    numbers = _numbers(q, part, inverse, call, slots) | dict(scale2=call.scale * LOG2_E)
+    constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
         pointers |= dict(EXPONENTS=slots.exponents)
         forward_hopper.start((inverse.limit,), pointers | numbers, constants)
@@ -240,7 +242,7 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
 
 
 def backward_chunk(
-    q: Tensor, do: Tensor, part: Part, stats: Tensor, slots: Slots, totals: tuple[Tensor, Tensor],
+    q: Tensor, do: Tensor, part: Part, stats: Tensor, slots: Slots, totals: tuple[Tensor, Tensor] | None,
     scratch: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, call: Call,
 ) -> None:  # fmt: skip
     """Fill the slots of one chunk with parts of dq, and add its gradients of keys and values to `totals`.
@@ -249,20 +251,20 @@ def backward_chunk(
         do: gradient of the gated sum, [B,S,HQ,DV].
         stats: the selected branch's, from merge.prepare, float32 [B,S,HQ,2].
         slots: packed if `is_for_hopper`, with `do` among the others.
-        totals: gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV], float32.
+        totals: gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV], float32; None if they are not needed.
         scratch: parts of each work item, float32 [inverse.limit,slc_block,D] and [inverse.limit,slc_block,DV].
     """
     tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
     pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
     pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, call.offset, slots) | dict(scale2=call.scale * LOG2_E, scale=call.scale)
+    numbers = _numbers(q, part, inverse, call, slots) | dict(scale2=call.scale * LOG2_E, scale=call.scale)
     wide = widest(q, part.v)
     # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
     # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.
     turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
     # Entries loaded an iteration ahead take registers that wide heads do not have.
     ways = dict(AHEAD=wide <= 128, TURNED=turned)
-    constants = _constants(q, part, tile, call.config)
+    constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
         pointers |= dict(EXPONENTS=slots.exponents)
         backward_hopper.start((inverse.limit,), pointers | numbers, constants)
@@ -270,19 +272,20 @@ def backward_chunk(
         launch(
             _selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile, stage="selected_backward"
         )
-    _add_items(scratch, totals, inverse, chunk, call.config)
+    if totals is not None:
+        _add_items(scratch, totals, inverse, chunk, call)
 
 
 def _add_items(
-    scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, config: NSAConfig
+    scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, call: Call
 ) -> None:
     """Add the parts of every block's work items to `totals`, in order."""
     pointers = dict(DKPART=scratch[0], DVPART=scratch[1], DK=totals[0], DVALUE=totals[1], PIECES=inverse.pieces[chunk])
-    numbers = dict(T=totals[0].shape[1], blocks=inverse.blocks)
+    numbers = dict(T=totals[0].shape[1], blocks=inverse.blocks) | call.bounds(totals[0])
     (kv_heads, dim), value_dim = totals[0].shape[2:], totals[1].shape[3]
     dims = dict(HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
-    sizes = dims | dict(SB=config.slc_block, ROWS=16, UNROLL=4)
-    grid = inverse.keys, ceil_div(config.slc_block, 16), 2
+    sizes = dims | dict(SB=call.config.slc_block, ROWS=16, UNROLL=4, VARLEN=call.packed)
+    grid = inverse.keys, ceil_div(call.config.slc_block, 16), 2
     launch(_sum_items, grid, pointers | numbers, sizes, Tile(warps=4), stage="sum_items_backward")
 
 
@@ -291,14 +294,15 @@ def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
     return dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
 
 
-def _numbers(q: Tensor, part: Part, inverse: Inverse, offset: int, slots: Slots) -> dict[str, int]:
-    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=offset)
+def _numbers(q: Tensor, part: Part, inverse: Inverse, call: Call, slots: Slots) -> dict[str, Any]:
+    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=call.offset) | call.bounds(q)
     rows = dict(first_row=slots.rows.first, skip=slots.rows.begin)
     return sizes | rows | dict(blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
 
 
-def _constants(q: Tensor, part: Part, tile: Tile, config: NSAConfig) -> dict[str, int]:
-    block = dict(SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
+def _constants(q: Tensor, part: Part, tile: Tile, call: Call) -> dict[str, int]:
+    config = call.config
+    block = dict(VARLEN=call.packed, SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # With local blocks, free ones lie wholly before the query and need no mask.
     return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
 

@@ -260,7 +260,7 @@ def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
 
 def attends_to_all(q: Tensor, parts: Sequence[Part], call: Call, *others: Tensor) -> bool:
     """Whether these fit, all branches are on, and window and selected branch share keys, as in `band`."""
-    return call.shared and len(parts) == 3 and fits(q, parts, *others)
+    return call.shared and not call.packed and len(parts) == 3 and fits(q, parts, *others)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -107,11 +107,71 @@ def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl
 
 
 @triton.jit
-def tile_of_rows(S, skip, BQ: tl.constexpr):
-    """[first, end) of this program's tile of rows, all of them before `skip` or all behind. Longest spans first."""
-    tile, early = tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(skip, BQ)
+def sequence_of(CU, sequences, tile, SIZE: tl.constexpr, MORE: tl.constexpr):
+    """(sequence, its first token, its tokens, the tile's index in it) of a tile of packed sequences.
+
+    Sequence b has the tiles from CU[b] // SIZE + MORE * b on: with MORE = 1 always enough for tiles of SIZE tokens from
+    its first token on, with 0 as many as whole ones. So tiles need no table and no sum over sequences; some are empty.
+    CU int32 [sequences + 1] ascends from 0.
+    """
+    b, left = tile * 0, sequences
+    while left > 1:
+        half = left // 2
+        b = tl.where(tl.load(CU + b + half) // SIZE + MORE * (b + half) <= tile, b + half, b)
+        left -= half
+    start = tl.load(CU + b)
+    return b, start, tl.load(CU + b + 1) - start, tile - start // SIZE - MORE * b
+
+
+@triton.jit
+def compressed_tokens(tokens, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Compressed tokens of a sequence."""
+    return tl.maximum(tokens + (STRIDE - BLOCK), 0) // STRIDE
+
+
+@triton.jit
+def tile_of_rows(
+    CU, sequences, S, NC, T, skip,
+    HKV: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """This program's tile of rows, all of them before `skip` or all behind. Longest spans first.
+
+    Returns:
+        kv head; first and end of the rows in their sequence; the sequence's first row of q, of compressed keys and of
+        keys; the numbers of its compressed keys and keys.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if VARLEN:  # compressed keys begin at start // STRIDE
+        _, start, S, tile = sequence_of(CU, sequences, tile, BQ, 2)
+        skip, NC, T = tl.minimum(skip, S), compressed_tokens(S, BLOCK, STRIDE), S
+        kvh, row, cmp, key = tl.program_id(1), start.to(tl.int64), (start // STRIDE).to(tl.int64), start.to(tl.int64)
+    else:
+        kvh, b = tl.program_id(1) % HKV, (tl.program_id(1) // HKV).to(tl.int64)
+        row, cmp, key = b * S, b * NC, b * T
+    early = tl.cdiv(skip, BQ)
     first = tl.where(tile < early, tile * BQ, skip + (tile - early) * BQ)
-    return first, tl.minimum(first + BQ, tl.where(tile < early, skip, S))
+    return kvh, first, tl.minimum(first + BQ, tl.where(tile < early, skip, S)), row, cmp, key, NC, T
+
+
+@triton.jit
+def block_of_keys(
+    CU, sequences, key, blocks, T, HKV: tl.constexpr, SB: tl.constexpr, VARLEN: tl.constexpr
+):  # fmt: skip
+    """A block of SB keys by its number among those of all sequences and kv heads, `blocks` a sequence and kv head.
+
+    Packed sequences count as one, whose blocks are those of `sequence_of`.
+
+    Returns:
+        sequence x kv heads + kv head; kv head; the sequence's first key; the block's first key in its sequence; keys of
+        the sequence; tokens of packed sequences before it.
+    """
+    head = key // blocks
+    kvh = head % HKV
+    if VARLEN:
+        _, start, T, block = sequence_of(CU, sequences, key % blocks, SB, 1)
+        return head, kvh, start.to(tl.int64), block * SB, T, start
+    else:  # noqa: RET505  Triton compiles what follows a return, too
+        return head, kvh, (head // HKV).to(tl.int64) * T, key % blocks * SB, T, 0
 
 
 @triton.jit

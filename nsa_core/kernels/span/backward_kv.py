@@ -18,12 +18,14 @@ from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from ..shared import ranges
 from ..shared.ranges import (
     compressed_queries,
+    compressed_tokens,
     in_registers,
     initial_queries,
     load_rows,
     load_stats,
     local_queries,
     row_tiles,
+    sequence_of,
     shared_queries,
     window_queries,
     within,
@@ -100,29 +102,56 @@ def _queries(
 
 @triton.jit
 def _span_backward_kv(
-    Q, K, V, DO, STATS, DK, DVALUE, S, N, T, begin, offset, chunk, batch, stride, scale2, scale,
+    Q, K, V, DO, STATS, DK, DVALUE, CU, S, N, T, begin, offset, rows, stride, sequences, scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values in the branch that is on: CMP, WIN, SLC, or WIN and SLC that share keys.
 
     Grid: (tiles of keys, sequences x kv heads, chunks of queries). A program owns BN of the first N keys of one kv head
     and goes through the queries that see them in one chunk of the rows from `begin` on, with all G heads of the group.
-    It writes to DK [chunks,B,N,HKV,D] and DVALUE [chunks,B,N,HKV,DV]. No branch on: keys of the initial blocks.
+    It writes to DK [chunks,B,N,HKV,D] and DVALUE [chunks,B,N,HKV,DV], `rows` = B·N. No branch on: keys of the initial
+    blocks.
     Q [B,S,HQ,D]; DO [B,S,HQ,DV]; K, V [B,T,HKV,D or DV]; STATS [B,S,HQ,2], float32, from merge._prepare; with both WIN
     and SLC on, those of SLC_ALONE, WIN_ALONE and BOTH, `stride` numbers apart. HELD: 1 if keys stay in registers, 2 if
     keys and values do, else 0.
+    VARLEN: sequences are packed, as in ranges.sequence_of; each is cut into as many chunks, the first of 512 rows or
+    more. Compressed keys begin at token // STRIDE, and the keys of initial blocks, N of each sequence that is longer
+    than CAUSAL, at N * (token // CAUSAL) in DK and DVALUE.
     """
     G: tl.constexpr = HQ // HKV
-    n0 = tl.program_id(0) * BN
+    tile = tl.program_id(0)
+    if VARLEN:
+        kvh = tl.program_id(1)
+        if CMP:
+            _, start, S, tile = sequence_of(CU, sequences, tile, BN * STRIDE, 1)
+            N, key0 = compressed_tokens(S, BLOCK, STRIDE), (start // STRIDE).to(tl.int64)
+            out0, T = key0, N
+        elif WIN or SLC:
+            _, start, S, tile = sequence_of(CU, sequences, tile, BN, 1)
+            key0, N = start.to(tl.int64), S
+            out0, T = key0, S
+        else:
+            place, tile = tile // tl.cdiv(N, BN), tile % tl.cdiv(N, BN)
+            _, start, S, before = sequence_of(CU, sequences, place, CAUSAL, 0)
+            if (before != 0) | (S <= CAUSAL):
+                return
+            key0, out0, T = start.to(tl.int64), place.to(tl.int64) * N, S
+        if tile * BN >= N:
+            return
+        row0 = start.to(tl.int64)
+        chunk = tl.maximum(tl.cdiv(S - begin, tl.num_programs(2)), 512)
+    else:
+        kvh, b = tl.program_id(1) % HKV, (tl.program_id(1) // HKV).to(tl.int64)
+        row0, key0, out0, chunk = b * S, b * T, b * N, tl.cdiv(S - begin, tl.num_programs(2))
+    n0 = tile * BN
     n1 = tl.minimum(n0 + BN, N) - 1
-    kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
     c = tl.num_programs(2) - 1 - tl.program_id(2)  # the last queries see most keys: longest work first
     n, d, e = n0 + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     n_ok = n < N
-    first = (b.to(tl.int64) * T + n0) * HKV + kvh
+    first = (key0 + n0) * HKV + kvh
     k = load_rows(K + first * D, n - n0, HKV * D, d, D, DP, n_ok, True)
     v = load_rows(V + first * DV, n - n0, HKV * DV, e, DV, DVP, n_ok, True)
     if HELD > 0:
@@ -131,7 +160,7 @@ def _span_backward_kv(
         v = in_registers(v)
     dk = tl.zeros([BN, DP], tl.float32)
     dv = tl.zeros([BN, DVP], tl.float32)
-    first_row = b.to(tl.int64) * S * HQ + kvh * G
+    first_row = row0 * HQ + kvh * G
     Q += first_row * D
     DO += first_row * DV
     STATS += first_row * 2
@@ -151,7 +180,7 @@ def _span_backward_kv(
             _queries(n0, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
             _queries(n1, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
             s0, s1, Q, DO, STATS, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
-    out = ((c.to(tl.int64) * batch + b) * N + n0) * HKV + kvh
+    out = (c.to(tl.int64) * rows + out0 + n0) * HKV + kvh
     at = DK + out * D + (n - n0)[:, None] * (HKV * D) + d[None, :]
     tl.store(at, (dk * scale).to(DK.dtype.element_ty), mask=n_ok[:, None] & (d < D)[None, :])
     at = DVALUE + out * DV + (n - n0)[:, None] * (HKV * DV) + e[None, :]
@@ -160,21 +189,29 @@ def _span_backward_kv(
 
 @triton.jit
 def _sum_chunks(
-    DKPART, DVPART, DK, DVALUE, chunks, batch, rows, T,
+    DKPART, DVPART, DK, DVALUE, CU, chunks, batch, rows, T, sequences,
     D: tl.constexpr, DV: tl.constexpr, ADD: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
+    CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Sums over chunks of the parts of dk and dv, in order.
 
     Grid: (runs of N numbers, sequences). A program owns N numbers of the first `rows` tokens of one sequence; it writes
     the sums to DK [B,T,D] and DVALUE [B,T,DV], or adds them if ADD. Heads are flattened into D and DV.
-    DKPART [chunks,B,rows,D], DVPART [chunks,B,rows,DV], float32.
+    DKPART [chunks,B,rows,D], DVPART [chunks,B,rows,DV], float32. VARLEN: a sequence's parts are at the token // CAUSAL
+    at which it begins, if it is longer than CAUSAL.
     """
     b, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * N + tl.arange(0, N)
+    first = b * T
+    if VARLEN:
+        _, start, tokens, before = sequence_of(CU, sequences, tl.program_id(1), CAUSAL, 0)
+        if (before != 0) | (tokens <= CAUSAL):
+            return
+        first = start.to(tl.int64)
     for of_values in tl.static_range(2):
         part, out = (DVPART, DVALUE) if of_values else (DKPART, DK)
         width = DV if of_values else D
         inside = i < rows * width
-        at = out + b * T * width + i
+        at = out + first * width + i
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32) if ADD else tl.zeros([N], tl.float32)
         for chunk in range(0, chunks, UNROLL):
             for u in tl.static_range(UNROLL):  # independent loads
@@ -196,7 +233,7 @@ def backward_kv(
     """
     if part.branch == "cmp":
         dk, dv = (torch.empty_like(x, dtype=dtype) for x in (part.k, part.v))
-        _sum(compressed_kv(q, do, part, stats, call), dk, dv, add=False)
+        _sum(compressed_kv(q, do, part, stats, call), dk, dv)
         return dk, dv
     given = q, part.k, part.v, do, stats
     rows, tokens = q.shape[1], part.k.shape[1]
@@ -205,9 +242,10 @@ def backward_kv(
     initial = min(call.config.init_blocks * call.config.slc_block, tokens)
     begin = call.causal_rows(rows)
     if part.branch == "slc" and initial and begin < rows:
-        chunks = _chunks(q, part.k, part.v, initial, rows - begin)
-        far = _launch_parts(given, (), initial, begin, chunks, call, torch.float32)
-        _sum(far, dk, dv, add=True)
+        places = rows // begin if call.packed else 1  # sequences longer than `begin`, at most
+        chunks = _chunks(q, part.k, part.v, places * initial, rows - begin)
+        far = _launch_parts(given, (), initial, begin, chunks, call, torch.float32, places)
+        _sum(far, dk, dv, call)
     return dk, dv
 
 
@@ -222,15 +260,22 @@ def compressed_kv(q: Tensor, do: Tensor, part: Part, stats: Tensor, call: Call) 
     return _launch_parts((q, part.k, part.v, do, stats), ("cmp",), tokens, 0, chunks, call, torch.float32)
 
 
-def _sum(parts: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor, add: bool) -> None:
-    """Write, or add, sums of parts [chunks,B,rows,HKV,.] to the first rows of dk [B,T,HKV,D] and dv [B,T,HKV,DV]."""
+def _sum(parts: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor, call: Call | None = None) -> None:
+    """Write sums of parts [chunks,B,rows,HKV,.] to the first rows of dk [B,T,HKV,D] and dv [B,T,HKV,DV].
+
+    Args:
+        call: add them to the first keys of its sequences instead.
+    """
     chunks, batch, rows = parts[0].shape[:3]
     dims = [x.shape[2] * x.shape[3] for x in (dk, dv)]
     pointers = dict(DKPART=parts[0], DVPART=parts[1], DK=dk, DVALUE=dv)
     numbers = dict(chunks=chunks, batch=batch, rows=rows, T=dk.shape[1])
-    constants = dict(D=dims[0], DV=dims[1], ADD=add, UNROLL=4, N=_PROGRAM)
+    packed = call is not None and call.packed
+    bounds = call.bounds(dk) if call is not None else dict(CU=dk, sequences=0)
+    causal = 0 if call is None else call.config.slc_count * call.config.slc_block
+    constants = dict(D=dims[0], DV=dims[1], ADD=call is not None, UNROLL=4, N=_PROGRAM, CAUSAL=causal, VARLEN=packed)
     grid = ceil_div(rows * max(dims), _PROGRAM), batch
-    launch(_sum_chunks, grid, pointers | numbers, constants, Tile(warps=4), stage="sum_chunks_backward")
+    launch(_sum_chunks, grid, pointers | bounds | numbers, constants, Tile(warps=4), stage="sum_chunks_backward")
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
@@ -245,29 +290,33 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, tokens: int, rows: int) -> int:
 
 def _launch_parts(
     given: tuple[Tensor, ...], branches: tuple[Branch, ...], tokens: int, begin: int, chunks: int, call: Call,
-    dtype: torch.dtype,
+    dtype: torch.dtype, places: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the first `tokens` keys and values from the queries from row `begin` on, a part for each chunk.
 
     Args:
         given: q, k, v, do and stats.
         branches: those that the keys belong to; none for keys of the initial blocks and queries far behind them.
+        places: sequences that may have those, if they are packed.
     """
     q, k, v, do, stats = given
     batch, _, kv_heads, dim = k.shape
     tile = _tile(q, v).holding(q.shape[2] // kv_heads)
-    dk, dv = (q.new_empty(chunks, batch, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
+    dk, dv = (q.new_empty(chunks, batch * places, tokens, kv_heads, size, dtype=dtype) for size in (dim, v.shape[-1]))
     pointers = dict(Q=q, K=k, V=v, DO=do, STATS=stats, DK=dk, DVALUE=dv)
-    chunk = ceil_div(q.shape[1] - begin, chunks)
-    places = dict(begin=begin, offset=call.offset, chunk=chunk, batch=batch, stride=stats.stride(0))
-    numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1]) | places
+    numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1], begin=begin, offset=call.offset)
+    numbers |= dict(rows=batch * places * tokens, stride=stats.stride(0))
     scales = dict(scale2=call.scale * LOG2_E, scale=call.scale)
     sizes = ranges.sizes(call.config)
     del sizes["INIT"]
     on = dict(CMP="cmp" in branches, WIN="win" in branches, SLC="slc" in branches)
-    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes | dict(HELD=_held(q, v, on["CMP"]))
-    grid, name = (ceil_div(tokens, tile.keys), batch * kv_heads, chunks), stage(branches, "_backward_kv")
-    launch(_span_backward_kv, grid, pointers | numbers | scales, constants, tile, stage=name)
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes
+    constants |= dict(HELD=_held(q, v, on["CMP"]), VARLEN=call.packed)
+    tiles, name = ceil_div(tokens, tile.keys) * places, stage(branches, "_backward_kv")
+    if call.packed and branches:
+        tiles = call.tiles(q.shape[1], tile.keys * (call.config.cmp_stride if on["CMP"] else 1), 1)
+    grid = tiles, batch * kv_heads, chunks
+    launch(_span_backward_kv, grid, pointers | call.bounds(q) | numbers | scales, constants, tile, stage=name)
     return dk, dv
 
 

@@ -73,11 +73,12 @@ def _backward_band(
 
 @triton.jit
 def _span_backward_q(
-    Q, DO, DQ, KC, VC, STATSC, KW, VW, STATSW, KS, VS, STATSS, S, NC, T, offset, skip, stride, scale2, scale,
+    Q, DO, DQ, KC, VC, STATSC, KW, VW, STATSW, KS, VS, STATSS, CU, S, NC, T, offset, skip, stride, sequences,
+    scale2, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
-    INIT: tl.constexpr, CAUSAL: tl.constexpr,
+    INIT: tl.constexpr, CAUSAL: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries: scale · Σ ds k over the branches that are on (CMP, WIN, SLC).
 
@@ -85,27 +86,31 @@ def _span_backward_q(
     with all G heads of the group, and writes them to DQ [B,S,HQ,D].
     Q [B,S,HQ,D]; DO [B,S,HQ,DV]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]; STATSC, STATSW, STATSS
     [B,S,HQ,2], float32, from merge._prepare. SHARED: KS and VS are the window's, too, and STATSS those of SLC_ALONE,
-    WIN_ALONE and BOTH, `stride` numbers apart.
+    WIN_ALONE and BOTH, `stride` numbers apart. VARLEN, CU: as in _span_forward.
     """
     G: tl.constexpr = HQ // HKV
-    i, stop = tile_of_rows(S, skip, M // G)
-    kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
+    kvh, i, stop, row0, cmp0, key0, NC, T = tile_of_rows(
+        CU, sequences, S, NC, T, skip, HKV, M // G, BLOCK, STRIDE, VARLEN
+    )
+    if VARLEN:  # noqa: SIM102  a constant of the compiler and a number
+        if i >= stop:
+            return
     r, d, dv = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, DVP)
     qi, h = r // G, r % G
     t, t0, t1, ok = offset + i + qi, offset + i, offset + stop - 1, i + qi < stop
-    first_row = (b.to(tl.int64) * S + i) * HQ + kvh * G
+    first_row = (row0 + i) * HQ + kvh * G
     row = qi * HQ + h
     q = load_rows(Q + first_row * D, row, D, d, D, DP, ok, True)
     do = load_rows(DO + first_row * DV, row, DV, dv, DV, DVP, ok, True)
     STATSC, STATSW, STATSS = STATSC + first_row * 2, STATSW + first_row * 2, STATSS + first_row * 2
     dq = tl.zeros([M, DP], tl.float32)
     if CMP:
-        head = b.to(tl.int64) * NC * HKV + kvh
+        head = cmp0 * HKV + kvh
         dq = _backward_band(
             q, do, dq, compressed_keys(t, BLOCK, STRIDE), compressed_keys(t0, BLOCK, STRIDE),
             compressed_keys(t1, BLOCK, STRIDE), row, ok, KC + head * D, VC + head * DV, STATSC, NC, scale2,
             HKV, D, DV, DP, DVP, BN)  # fmt: skip
-    head = b.to(tl.int64) * T * HKV + kvh
+    head = key0 * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
         for kind in tl.static_range(3):  # unrolled: a loop would take more registers
@@ -151,7 +156,9 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call
         backward_q_hopper.start(arguments, constants(q, parts, tile, call))
         return dq
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
-    sizes, name = constants(q, parts, tile, call), stage(call.branches, "_backward_q")
+    arguments |= call.bounds(q)
+    sizes = constants(q, parts, tile, call) | dict(VARLEN=call.packed)
+    name = stage(call.branches, "_backward_q")
     launch(_span_backward_q, grid(q, parts, tile, call), arguments, sizes, tile, stage=name)
     return dq
 

@@ -147,11 +147,11 @@ def _forward_shared(
 
 @triton.jit
 def _span_forward(
-    Q, KC, VC, OC, LSEC, KW, VW, OW, LSEW, KS, VS, OS, LSES, S, NC, T, offset, skip, scale2,
+    Q, KC, VC, OC, LSEC, KW, VW, OW, LSEW, KS, VS, OS, LSES, CU, S, NC, T, offset, skip, sequences, scale2,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     M: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr,
-    INIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_V: tl.constexpr, LATE: tl.constexpr,
+    INIT: tl.constexpr, CAUSAL: tl.constexpr, HAS_V: tl.constexpr, LATE: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of queries over its spans of keys, for each branch that is on (CMP, WIN, SLC).
 
@@ -160,14 +160,19 @@ def _span_forward(
     LSES [B,S,HQ], float32. Rows before `skip` and later ones are never in one tile.
     Q [B,S,HQ,D]; KC, VC [B,NC,HKV,D or DV]; KW, VW, KS, VS [B,T,HKV,D or DV]. SHARED: KS and VS are the window's, too.
     HAS_V: if not, only log-sum-exps are written. LATE: warps if sums are rescaled late (shared/rescale.py), else 0.
+    VARLEN: B is 1, and sequences are packed with bounds CU int32 [sequences + 1]; see ranges.sequence_of.
     """
     G: tl.constexpr = HQ // HKV
-    i, stop = tile_of_rows(S, skip, M // G)
-    kvh, b = tl.program_id(1) % HKV, tl.program_id(1) // HKV
+    kvh, i, stop, row0, cmp0, key0, NC, T = tile_of_rows(
+        CU, sequences, S, NC, T, skip, HKV, M // G, BLOCK, STRIDE, VARLEN
+    )
+    if VARLEN:  # noqa: SIM102  a constant of the compiler and a number
+        if i >= stop:
+            return
     r, d = tl.arange(0, M), tl.arange(0, DP)
     qi, h = r // G, r % G
     t, t0, t1, ok = offset + i + qi, offset + i, offset + stop - 1, i + qi < stop
-    first_row = (b.to(tl.int64) * S + i) * HQ + kvh * G
+    first_row = (row0 + i) * HQ + kvh * G
     row = qi * HQ + h
     q = load_rows(Q + first_row * D, row, D, d, D, DP, ok, True)
     OC, OW, OS = OC + first_row * DV, OW + first_row * DV, OS + first_row * DV
@@ -176,13 +181,13 @@ def _span_forward(
     l0 = tl.zeros([M], tl.float32)
     acc0 = tl.zeros([M, DVP], tl.float32)
     if CMP:
-        head = b.to(tl.int64) * NC * HKV + kvh
+        head = cmp0 * HKV + kvh
         m, l, acc = _forward_band(
             q, compressed_keys(t, BLOCK, STRIDE), compressed_keys(t0, BLOCK, STRIDE),
             compressed_keys(t1, BLOCK, STRIDE), m0, l0, acc0, KC + head * D, VC + head * DV, NC, scale2,
             HKV, D, DV, DP, DVP, BN, HAS_V, LATE)  # fmt: skip
         _write(m, l, acc, OC, LSEC, row, ok, DV, DVP, HAS_V)
-    head = b.to(tl.int64) * T * HKV + kvh
+    head = key0 * HKV + kvh
     KW, VW, KS, VS = KW + head * D, VW + head * DV, KS + head * D, VS + head * DV
     if SHARED:
         _forward_shared(
@@ -250,7 +255,8 @@ def _launch_forward(
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     late = tile.warps if _rescales_late(q, parts) else 0
-    sizes = constants(q, parts, tile, call) | dict(HAS_V=has_v, LATE=late)
+    arguments |= call.bounds(q)
+    sizes = constants(q, parts, tile, call) | dict(HAS_V=has_v, LATE=late, VARLEN=call.packed)
     launch(_span_forward, grid(q, parts, tile, call), arguments, sizes, tile, stage=stage(call.branches))
 
 
@@ -303,6 +309,8 @@ def grid(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> tuple[int,
     """(tiles of rows, sequences x kv heads); rows that select every block and later ones are in separate tiles."""
     kv_heads, skip = parts[0].k.shape[2], _early_rows(q, parts, call)
     rows = tile.rows // (q.shape[2] // kv_heads)
+    if call.packed:
+        return call.tiles(q.shape[1], rows, 2), kv_heads
     return ceil_div(skip, rows) + ceil_div(q.shape[1] - skip, rows), q.shape[0] * kv_heads
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
 from nsa_core.errors import BackendError, InputError
+from nsa_core.functional import compress
 
 __all__ = ["config", "interpreted"]  # fixtures
 
@@ -272,15 +273,17 @@ def test_a_profile_has_each_stage_within_the_branches_and_in_the_backward(make_c
 @pytest.mark.parametrize(("chunks", "rows", "add"), [(1, 9, False), (6, 9, False), (6, 5, True)])
 def test_parts_of_all_chunks_are_summed(chunks, rows, add):
     """First rows of 9, heads of 40 and 300 columns: more than one program sums."""
+    from nsa_core.kernels.call import Call
     from nsa_core.kernels.span import backward_kv
 
+    call = Call(NSAConfig(), ("slc",), 0, 1.0) if add else None
     made = torch.Generator().manual_seed(0)
     parts = tuple(torch.randn(chunks, 2, rows, 2, dim, generator=made) for dim in (40, 300))
     totals = [torch.randn(2, 9, 2, dim, generator=made) for dim in (40, 300)]
     want = [total.clone() for total in totals]
     for x, part in zip(want, parts, strict=True):
         x[:, :rows] = part.sum(0) + (x[:, :rows] if add else 0)
-    backward_kv._sum(parts, *totals, add=add)
+    backward_kv._sum(parts, *totals, call)
     for total, x in zip(totals, want, strict=True):
         torch.testing.assert_close(total, x)
 
@@ -404,12 +407,13 @@ def test_it_says_why_it_cannot_run(monkeypatch):
     )
 
 
-def test_more_sequences_than_one_launch_has_room_for_are_refused(make_case, config):
-    case = make_case(1, 2, 2, batch=32_768)
+def test_more_sequences_of_last_rows_than_one_launch_has_room_for_are_refused(make_case, config):
+    """Whole sequences are packed instead (tests/gpu/test_packed_cuda.py)."""
+    q, k, v, gates = make_case(2, 2, 2, batch=32_768).leaves
     with pytest.raises(
         BackendError, match=r"32768 sequences of 2 kv heads are 65536; it takes 65535 at once, use fewer"
     ):
-        nsa_attention(*case.leaves, config, backend="triton")
+        nsa_attention(q[:, 1:], k, v, gates[:, 1:], config, backend="triton")
 
 
 def test_heads_that_no_tile_holds_are_refused(make_case, config):
@@ -438,3 +442,25 @@ def test_groups_that_no_tile_holds_are_refused(make_case, config):
 def test_many_query_heads_to_one_kv_head(make_case, config, heads):
     """Each tile has as many rows as a group has heads, or the next power of two."""
     assert max(distances(make_case(60, heads, 1), config)) < 1e-6
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_packed_sequences_are_computed_as_they_are(make_case, config, shared):
+    """Blocks, gradients and all, of empty and short ones, too; compressed tokens may be the caller's."""
+    lengths = [3, 150, 0, 70, 1, 33]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    case = make_case(sum(lengths), 4, 2)
+    q, k, v, gates = leaves = [x.detach()[0].requires_grad_() for x in case.leaves]
+    chosen = [select_blocks(q, k, config, cu_seqlens=cu, backend=backend) for backend in ("triton", "chunked")]
+    assert torch.equal(*chosen)
+
+    def results(backend):
+        keys, values, made = (k, v, {}) if shared else ((k, 2 * k, 3 * k), (v, 2 * v, 3 * v), {})
+        if not shared:
+            made = {name: compress(x, config, cu_seqlens=cu) for name, x in (("k_cmp", k), ("v_cmp", v))}
+        out = nsa_attention(q, keys, values, gates, config, cu_seqlens=cu, backend=backend, **made)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        return [out, *torch.autograd.grad(out, leaves, weights)]
+
+    for ours, want in zip(results("triton"), results("chunked"), strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)

@@ -4,7 +4,10 @@ import pytest
 import torch
 from kernel_interpreter import MARKS
 
+from nsa_core import NSAConfig
+
 pytestmark = MARKS
+BRANCHES = ("cmp", "slc", "win")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -50,6 +53,7 @@ def packed_and_plain():
 
 
 def test_packed_slots_are_summed(packed_and_plain):
+    from nsa_core.kernels.call import Call
     from nsa_core.kernels.merge import sum_dq
 
     packed, plain = packed_and_plain
@@ -58,19 +62,21 @@ def test_packed_slots_are_summed(packed_and_plain):
     for n, row in enumerate(plain.parts.sum(1), start=1):  # by sequence, group and row
         b, group, i = n // 8, n // 4 % 2, n % 4
         want[b, 2 + i, 2 * group : 2 * group + 2] += row
-    sum_dq(packed, got)
+    sum_dq(packed, got, Call(NSAConfig(), BRANCHES, 0, 1.0))
     torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_packed_slots_are_merged(packed_and_plain, keeps):
+    from nsa_core.kernels.call import Call
     from nsa_core.kernels.merge import gated_sum_with_slots
 
+    call = Call(NSAConfig(), BRANCHES, 0, 1.0, keeps=keeps)
     outputs, gates, lse = torch.randn(3, 2, 6, 4, 128), torch.rand(2, 6, 4, 3), torch.randn(2, 6, 4)
     results = []
     for slots in packed_and_plain:
         given, lses, out = [x.clone() for x in outputs], lse.clone(), torch.zeros(2, 6, 4, 128)
-        gated_sum_with_slots(given, 1, lses, gates, out, slots, keeps)
+        gated_sum_with_slots(given, 1, lses, gates, out, slots, call)
         results.append([*given, lses, out])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)

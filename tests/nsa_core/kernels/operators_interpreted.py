@@ -18,23 +18,23 @@ def operator_calls(case, config):
 
     sizes = operators._sizes(config)
     q, k, v, gates = (x.detach() for x in case.leaves)
-    k_cmp, v_cmp = operators._compress_operator(k, v, sizes)
-    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, config.slots, 0, 0.25, True, False, True)
-    out, *saved = operators._attend_operator(q, gates, None, pairs, *call)
-    chosen = operators._select_operator(q, k_cmp, sizes, 0, 0.25)
+    k_cmp, v_cmp = operators._compress_operator(k, v, None, sizes)
+    pairs, call = [k_cmp, v_cmp, k, v], ("cmp,slc,win", sizes, config.slots, 0, 0.25, True, False, True, True, True, 0)
+    out, *saved = operators._attend_operator(q, gates, None, None, pairs, *call)
+    chosen = operators._select_operator(q, k_cmp, None, sizes, 0, 0.25, 0)
     leaf = [x.clone().requires_grad_() for x in (q, gates, *pairs)]
     return [
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[2:], *call)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, None, leaf[2:], *call)),
         (
             torch.ops.nsa_core.attend,
-            (q, gates[..., :1].contiguous(), chosen, [k, v], "slc", *call[1:5], False, False, True),
+            (q, gates[..., :1].contiguous(), chosen, None, [k, v], "slc", *call[1:5], False, False, *call[7:]),
         ),
-        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, leaf[4:], *call[:6], True, True)),
-        (torch.ops.nsa_core.attend, (q, gates, None, pairs, *call[:-1], False)),
-        (torch.ops.nsa_core.attend_backward, (out, q, gates, pairs, saved, *call)),
-        (torch.ops.nsa_core.compress, (leaf[4], leaf[5], sizes)),
-        (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, k.shape[1], sizes)),
-        (torch.ops.nsa_core.select, (q, k_cmp, sizes, 0, 0.25)),
+        (torch.ops.nsa_core.attend, (leaf[0], leaf[1], None, None, leaf[4:], *call[:6], True, *call[7:])),
+        (torch.ops.nsa_core.attend, (q, gates, None, None, pairs, *call[:7], False, *call[8:])),
+        (torch.ops.nsa_core.attend_backward, (out, q, gates, None, pairs, saved, *call)),
+        (torch.ops.nsa_core.compress, (leaf[4], leaf[5], None, sizes)),
+        (torch.ops.nsa_core.compress_backward, (k_cmp, v_cmp, None, k.shape[1], sizes)),
+        (torch.ops.nsa_core.select, (q, k_cmp, None, sizes, 0, 0.25, 0)),
     ]
 
 
@@ -91,8 +91,41 @@ def test_gradients_of_some_inputs_alone(make_case, config):
 
 def test_a_second_derivative_is_refused(make_case, config):
     case = make_case(40, 2, 1)
-    (dq,) = torch.autograd.grad(
-        nsa_attention(*case.leaves, config, backend="triton").square().sum(), case.leaves[0], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    out = nsa_attention(*case.leaves, config, backend="triton")
+    for loss in (out.square().sum(), out.sum()):  # also where nothing else makes dq require a gradient
+        (dq,) = torch.autograd.grad(loss, case.leaves[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative; use backend"):
+            dq.sum().backward()
+
+
+def test_a_gradient_that_nobody_needs_is_not_computed(make_case, config):
+    from nsa_core.kernels.runtime.launch import observe
+
+    case = make_case(70, 2, 1)
+    for wanted, missing in (({0}, {"_span_backward_kv", "_spread"}), ({1, 2}, {"_span_backward_q", "_sum_dq"})):
+        given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(case.leaves)]
+        with observe() as started:
+            nsa_attention(*given, config, backend="triton").sum().backward()
+        assert not missing & {one.kernel for one in started}
+
+
+def test_one_graph_serves_all_lengths(config):
+    """One more for lengths so short that nothing is compressed, or that torch.compile sees first."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from nsa_core.kernels.runtime.launch import omit
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=graphs)
+    def call(*leaves):
+        return nsa_attention(*leaves, config, backend="triton")
+
+    with omit():
+        for tokens in (70, 90, 33, 128, 65, 300, 1000, 40, 250, 77):
+            leaves = [torch.randn(1, tokens, *tail, requires_grad=True) for tail in ((4, 16), (2, 16), (2, 16), (4, 3))]
+            out = call(*leaves)
+            out.sum().backward()
+            assert out.shape == leaves[0].shape
+    assert graphs.frame_count <= 2

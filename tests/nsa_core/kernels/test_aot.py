@@ -57,9 +57,9 @@ def test_kernels_are_told_from_the_functions_that_they_call(kernels: set[str]) -
 def usages() -> dict[str, Usage]:
     """Resources by the launch's key, of all that the operator launches today."""
     from nsa_core.kernels.aot import table
-    from nsa_core.kernels.aot.resources import SHARED
 
-    keys, known = table.all_wanted(SHARED), table.read(TABLE)
+    with table.processes() as pool:
+        keys, known = table.wanted(table.ALL, pool=pool), table.read(TABLE)
     new, gone = sorted(keys.keys() - known.keys()), sorted(known.keys() - keys.keys())
     assert not new, f"kernels, their constants or Triton changed, {len(new)} launches are new: run `make aot`"
     assert not gone, f"{len(gone)} launches are made no more: run `make aot`"
@@ -82,9 +82,10 @@ def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
     from nsa_core.kernels.aot import table
     from nsa_core.kernels.aot.cases import CompileCase
 
-    given = table.wanted([CompileCase(128, 1, 128, 128, torch.bfloat16)], [90], "_selected_backward")
+    given = table.wanted([(CompileCase(128, 1, 128, 128, torch.bfloat16), 90)], "_selected_backward")
     given |= {key: (usages[key].case, usages[key].arch) for key in sorted(usages)[:8]}
-    return {key: usage for some in table.compiled(given) for key, usage in some.items()}
+    with table.processes() as pool:
+        return {key: usage for some in table.compiled(given, pool) for key, usage in some.items()}
 
 
 def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled: dict[str, Usage]) -> None:

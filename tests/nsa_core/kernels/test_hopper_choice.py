@@ -21,9 +21,11 @@ def tensor(*shape, dtype=torch.bfloat16, late=False):
 
 def launches(
     monkeypatch, arch=90, heads=8, tokens=2048, dim=128, value_dim=128, dtype=torch.bfloat16, late="", config=CONFIG,
-    keys="shared",
+    keys="shared", packed=False,
 ):  # fmt: skip
     """Launches of a forward and backward of two kv heads; `late`: the unaligned ones of q, k, v and do.
+
+    `packed`: the tokens are two sequences.
 
     `keys`: shared by all branches, separate, or shared by slc and win alone, without a compressed branch.
     """
@@ -38,7 +40,9 @@ def launches(
     k, v = (tensor(1, tokens, 2, n, dtype=dtype, late=late == x) for x, n in (("k", dim), ("v", value_dim)))
     leaves = [x.requires_grad_() for x in (q, gates, k, v)]
     blocks = torch.zeros(1, tokens, 2, config.slc_count, dtype=torch.int32) if keys == "two branches" else None
-    call = operators.Call(config, branches, 0, 1.0, compresses=keys == "shared")
+    cu = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32) if packed else None
+    shared = keys == "shared"
+    call = operators.Call(config, branches, 0, 1.0, compresses=shared, longest=tokens if packed else 0, cu=cu)
     with record() as seen:
         pairs = [(k, v)] * 2
         if keys == "separate":
@@ -115,6 +119,11 @@ def test_a_gradient_that_is_not_aligned_takes_the_forwards_alone(monkeypatch):
 @pytest.mark.parametrize("keys", ["separate", "two branches"])
 def test_without_one_pair_for_three_branches_the_free_blocks_alone_take_theirs(monkeypatch, keys):
     assert (SPANS | SELECTED) & started(monkeypatch, keys=keys) == SELECTED
+
+
+def test_packed_sequences_take_them_for_the_free_blocks_alone(monkeypatch):
+    """Tiles of the spans' kernels are stored whole, across the end of a sequence."""
+    assert (SPANS | SELECTED) & started(monkeypatch, packed=True) == SELECTED
 
 
 @pytest.mark.parametrize("config", [NSAConfig(slc_block=32), NSAConfig(local_blocks=0)], ids=["blocks", "no local"])

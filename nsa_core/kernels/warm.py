@@ -1,0 +1,70 @@
+"""A layout's kernels, compiled in parallel before its first call: one after the other they take half a minute or more.
+
+Called by operators.py, with a call's settings and tensors' kinds; a layout is heads, head dims, dtype and settings.
+Lengths are no part of it, so that all later calls find their kernels compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from . import attention
+from .call import Call
+from .runtime.launch import Launch, compile_only, is_watched, record
+from .runtime.tiles import assume, capability
+
+_LENGTHS = 512, 2048, 65_536  # all blocks selected; blocks to choose; tiles of long sequences
+
+
+def compile_layout(call: Call, q: Tensor, gates: Tensor, flat: tuple[Tensor, ...]) -> None:
+    """Compile what forward and backward of `call` launch, for tensors like these of any length, if not done before."""
+    if not q.is_cuda or is_watched():
+        return
+    kind = replace(call, offset=0, scale=1.0, longest=0, cu=None), call.packed
+    widths = tuple(x.shape[2:] for x in (q, gates, *flat))
+    _compile_layout(*kind, widths, q.dtype, gates.dtype, q.device)
+
+
+@cache
+def _compile_layout(
+    call: Call, packed: bool, widths: tuple[torch.Size, ...], dtype: torch.dtype, gate_dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    with assume(capability(device)), record() as seen, torch.no_grad():
+        for tokens in _LENGTHS:
+            _trace(call, packed, widths, dtype, gate_dtype, tokens)
+    distinct = {str((one.kernel.__name__, one.constants, one.tile, _types(one))): one for one in seen}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(partial(compile_only, device=device), distinct.values()))
+
+
+def _types(launch: Launch) -> list[object]:
+    return [x.dtype if isinstance(x, Tensor) else type(x) for x in launch.arguments.values()]
+
+
+def _trace(
+    call: Call, packed: bool, widths: tuple[torch.Size, ...], dtype: torch.dtype, gate_dtype: torch.dtype, tokens: int
+) -> None:
+    """Make the launches of a forward and, if the call keeps what it needs, a backward, on tensors without memory."""
+    if packed:
+        call = replace(call, longest=tokens, cu=torch.empty(17, dtype=torch.int32, device="meta"))
+    compressed = tokens // call.config.cmp_stride if packed else call.config.cmp_tokens(tokens)
+    made: list[Tensor] = []
+    for i, width in enumerate(widths):
+        of_compressed = 2 <= i < 4 and call.branches[0] == "cmp" and not call.compresses
+        length, kind = compressed if of_compressed else tokens, gate_dtype if i == 1 else dtype
+        made.append(torch.empty(1, length, *width, dtype=kind, device="meta"))
+    q, gates, *flat = made
+    blocks = None
+    if "slc" in call.branches and "cmp" not in call.branches:
+        shape = 1, tokens, flat[0].shape[2], call.config.slc_count
+        blocks = torch.empty(shape, dtype=torch.int32, device="meta")
+    out, saved = attention.forward(call, blocks, q, gates, flat)
+    if call.keeps:
+        attention.backward(call, q, gates, flat, saved, torch.empty_like(out))
