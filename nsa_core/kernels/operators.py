@@ -52,12 +52,13 @@ def attend(
     q, scale = positive(q, call.scale)
     of_keys = any(x.requires_grad for pair in pairs for x in pair)
     keeps = torch.is_grad_enabled() and (of_keys or q.requires_grad or gates.requires_grad)
-    call = replace(call, scale=scale, shared=_shares(pairs, call), keeps=keeps, of_q=q.requires_grad, of_keys=of_keys)
+    cu, shared = call.cu, _shares(pairs, call)
+    call = replace(call, scale=scale, shared=shared, keeps=keeps, of_q=q.requires_grad, of_keys=of_keys, cu=None)
     pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if _is_traced(q):
-        return _attend_operator(q, gates, blocks, call.cu, flat, *_written(call))[0]
-    return cast(Tensor, _Attend.apply(replace(call, cu=None), blocks, call.cu, q, gates, *flat))
+        return _attend_operator(q, gates, blocks, cu, flat, *_written(call))[0]
+    return cast(Tensor, _Attend.apply(call, blocks, cu, q, gates, *flat))
 
 
 def compress(k: Tensor, v: Tensor, config: NSAConfig, cu: Tensor | None = None) -> tuple[Tensor, Tensor]:
