@@ -24,7 +24,7 @@ from .runtime.tiles import LOG2_E, Tile, ceil_div, padded, power_of_two
 from .shared.ranges import compressed_tokens, load_rows, sequence_of
 
 _BUFFER = 64 << 20  # bytes that one chunk's scores may take
-_RUN = tl.constexpr(8)  # neighbouring blocks that one group holds
+_SCAN = tl.constexpr(1024)  # blocks among which one load finds the successor of a group's best
 
 
 @triton.jit
@@ -102,10 +102,10 @@ def _best(bits, n):
 
 
 @triton.jit
-def _successor(SCORES, j, group, best, n, own, pitch, INIT: tl.constexpr, LOCAL: tl.constexpr):
-    """The best that comes after (best, n) in order of choice, among each row's group's blocks in j .. j+1023."""
-    members = tl.arange(0, 32)[None, :]
-    member = j + group * _RUN + members // _RUN * (32 * _RUN) + members % _RUN
+def _successor(SCORES, j, group, best, n, own, pitch, INIT: tl.constexpr, LOCAL: tl.constexpr, RUN: tl.constexpr):
+    """The best that comes after (best, n) in order of choice, among each row's group's blocks in j .. j+_SCAN-1."""
+    members = tl.arange(0, _SCAN // 32)[None, :]
+    member = j + group * RUN + members // RUN * (32 * RUN) + members % RUN
     bits = _free(SCORES, member, own[:, None], pitch, INIT, LOCAL)
     return _best(tl.where((bits < best) | ((bits == best) & (member > n)), bits, -1), member)
 
@@ -114,14 +114,15 @@ def _successor(SCORES, j, group, best, n, own, pitch, INIT: tl.constexpr, LOCAL:
 def _choose(
     SCORES, CHOSEN, CU, S, offset, first, rows, sixteens, skip, sequences,
     HKV: tl.constexpr, COUNT: tl.constexpr, COUNT_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    SLC_BLOCK: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, VARLEN: tl.constexpr,
+    SLC_BLOCK: tl.constexpr, RUN: tl.constexpr, MANY: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr,
+    VARLEN: tl.constexpr,
 ):  # fmt: skip
     """Selected blocks: the forced ones, and the best of the others by score.
 
     Grid: (tiles of ROWS queries, sequences x kv heads). A program owns ROWS queries of one kv head, which hide each
     other's latency, and writes CHOSEN [B,S,HKV,COUNT] int32, ascending, padded with -1.
-    Runs of _RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes
-    the best of these 32, and scans only the winner's blocks for its successor.
+    Runs of RUN neighbouring blocks are dealt to 32 groups in turn, and the best of each group is held. A turn takes the
+    best of these 32, and scans only the winner's blocks for its successor. MANY: there may be more than _SCAN blocks.
     SCORES [B·HKV,rows,16·sixteens] float32, of queries first .. first+rows-1, as `_importance` writes them; VARLEN as
     there, for tiles of M queries.
     """
@@ -143,12 +144,12 @@ def _choose(
     if VARLEN:  # noqa: SIM102  a constant of the compiler and a number
         if last < 0:
             return
-    for j in range(0, last + 1, 32 * _RUN):
-        n = j + tl.arange(0, 32 * _RUN)[None, :]
-        bits = tl.reshape(_free(SCORES, n, own[:, None], pitch, INIT, LOCAL), [ROWS, 32, _RUN])
+    for j in range(0, last + 1, 32 * RUN):
+        n = j + tl.arange(0, 32 * RUN)[None, :]
+        bits = tl.reshape(_free(SCORES, n, own[:, None], pitch, INIT, LOCAL), [ROWS, 32, RUN])
         best = tl.max(bits, 2)
-        run = j + _RUN * group
-        n = tl.min(tl.where(bits == best[:, :, None], run[:, :, None] + tl.arange(0, _RUN)[None, None, :], LAST), 2)
+        run = j + RUN * group
+        n = tl.min(tl.where(bits == best[:, :, None], run[:, :, None] + tl.arange(0, RUN)[None, None, :], LAST), 2)
         holder = tl.where(best > held, n, holder)
         held = tl.maximum(held, best)
     FREE: tl.constexpr = COUNT - INIT - LOCAL
@@ -158,12 +159,13 @@ def _choose(
     for turn in range(FREE):
         best, n = _best(held, holder)
         index = tl.where((slot == turn) & (best >= 0), n, index)
-        winner = n // _RUN % 32
-        following, at = _successor(SCORES, 0, winner, best, n, own, pitch, INIT, LOCAL)
-        for j in range(1024, last + 1, 1024):
-            more, at_more = _successor(SCORES, j, winner, best, n, own, pitch, INIT, LOCAL)
-            at = tl.where(more > following, at_more, at)
-            following = tl.maximum(following, more)
+        winner = n // RUN % 32
+        following, at = _successor(SCORES, 0, winner, best, n, own, pitch, INIT, LOCAL, RUN)
+        if MANY:
+            for j in range(_SCAN, last + 1, _SCAN):
+                more, at_more = _successor(SCORES, j, winner, best, n, own, pitch, INIT, LOCAL, RUN)
+                at = tl.where(more > following, at_more, at)
+                following = tl.maximum(following, more)
         held = tl.where(group == winner, following, held)
         holder = tl.where(group == winner, at, holder)
     # Each index is stored at its rank; the rest is padding.
@@ -223,7 +225,9 @@ def _choose_chunk(
     pointers = dict(SCORES=scores, CHOSEN=chosen)
     numbers = dict(S=length, offset=call.offset, first=first, rows=rows, sixteens=ceil_div(blocks, 16), skip=skip)
     sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
-    constants = sizes | dict(SLC_BLOCK=config.slc_block, ROWS=4, M=tile, VARLEN=call.packed)
+    most = config.slc_blocks(call.longest or call.offset + length)  # few classes of lengths, each compiled once
+    runs = dict(RUN=4 if most <= 128 else 8, MANY=most > _SCAN.value)
+    constants = sizes | runs | dict(SLC_BLOCK=config.slc_block, ROWS=4, M=tile, VARLEN=call.packed)
     grid = ceil_div(rows, 4), batch * kv_heads
     launch(_choose, grid, pointers | call.bounds(scores) | numbers, constants, Tile(warps=1), stage="topk")
 

@@ -19,7 +19,8 @@ from .call import Call
 from .runtime.launch import Launch, compile_only, is_watched, record
 from .runtime.tiles import assume, capability
 
-_LENGTHS = 512, 2048, 65_536  # all blocks selected; blocks to choose; tiles of long sequences
+# All blocks selected; blocks to choose; tiles of long sequences; the choice among many blocks.
+_LENGTHS = 512, 2048, 65_536, 131_072
 
 
 def compile_layout(call: Call, q: Tensor, gates: Tensor, flat: tuple[Tensor, ...]) -> None:

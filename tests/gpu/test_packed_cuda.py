@@ -81,14 +81,14 @@ def test_lengths_compile_nothing_after_the_first(make_case):
 
     config, compiled = NSAConfig(), []
     generator = torch.Generator().manual_seed(0)
-    for turn in range(54):
+    for turn in range(56):
         first, second = (int(x) for x in torch.randint(1, 9000, (2,), generator=generator))
-        if turn < 4:  # both kinds of sort keys and of tiles
-            first, second = (300, 200) if turn < 2 else (60_000, 200)
+        if turn < 6:  # all kinds of sort keys, of tiles and of the choice
+            first, second = (300, 3000, 60_000)[turn // 2], 200
         case = make_case(first + second)
         leaves, options = case.leaves, {}
         if turn % 2:
             leaves, options = [x[0] for x in leaves], {"cu_seqlens": bounds([first, second])}
         nsa_attention(*leaves, config, **options).sum().backward()
         compiled.append(len(launch._compiled))
-    assert compiled[4:] == compiled[3:4] * 50
+    assert compiled[6:] == compiled[5:6] * 50

@@ -58,14 +58,14 @@ ON_A100 = tuple(CompileCase(group * 2, 2, dim, dim, _BF16) for dim, group in ((1
 def launches(case: CompileCase, arch: int) -> list[Launch]:
     """Launches of forward, backward, a decoding step and training of `case`, one for each kernel, constants and tile.
 
-    Sequences are short, long (their pinned tiles differ) and packed; keys are separate and shared. None of heads that
-    the backend refuses, and none of decoding for groups beyond 16: the window's kernel repeats its code for each head,
-    which takes minutes to compile.
+    Sequences are of three lengths, whose pinned constants differ, and packed; keys are separate and shared. None of
+    heads that the backend refuses, and none of decoding for groups beyond 16: the window's kernel repeats its code for
+    each head, which takes minutes to compile.
     """
     if too_large(divmod(arch, 10), case.dtype, Heads(max(case.dim, case.value_dim), case.group)):
         return []
     with assume(arch), record() as seen:
-        for tokens in (2048, 65_536):
+        for tokens in (2048, 65_536, 131_072):
             _run_once(case, tokens, shared=True)
             _run_once(case, tokens, shared=False)
         if case in PACKED:

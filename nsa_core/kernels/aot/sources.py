@@ -76,9 +76,9 @@ def _python(x: Any) -> Any:
 
 
 def _code(function: FunctionType) -> str:
-    """The syntax tree of a function without its docstring."""
+    """A function without its docstring and comments, written as every version of Python writes its syntax tree."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(tree, ast.FunctionDef)
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:]
-    return ast.dump(tree)
+    return ast.unparse(tree)  # ast.dump's fields differ between versions
