@@ -155,7 +155,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call
         tile = backward_q_hopper.TILE
         backward_q_hopper.start(arguments, constants(q, parts, tile, call))
         return dq
-    tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
+    tile = _tile(q, parts, call.packed).holding(q.shape[2] // parts[0].k.shape[2])
     arguments |= call.bounds(q)
     sizes = constants(q, parts, tile, call) | dict(VARLEN=call.packed)
     name = stage(call.branches, "_backward_q")
@@ -168,7 +168,7 @@ def _are_long(parts: Sequence[Part]) -> bool:
     return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
 
 
-def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
+def _tile(q: Tensor, parts: Sequence[Part], packed: bool) -> Tile:
     wide = widest(q, parts[0].v)
     if q.itemsize == 4:
         return Tile(16, 32, 8)
@@ -179,7 +179,7 @@ def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:
     if wide <= 64:
         return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
-    if group > 1 and 128 % group == 0:
-        return Tile(128, 32, 8, 3, registers=128)  # other groups spill more than aot allows
+    if group > 1 and 128 % group == 0 and not (packed and group >= 16):
+        return Tile(128, 32, 8, 3, registers=128)  # others spill more than aot allows
     masked = wide > max(q.shape[-1], parts[0].v.shape[-1])  # masks of columns take registers
     return Tile(64, 32, 4, 3) if masked else Tile(64, 64, 4, 2)
