@@ -3,9 +3,9 @@
 A rule uses the newest complete run with evidence for it (among the given runs, or all), never reported figures. A run
 that is running, cancelled or failed is not complete, unless it was resumed and each of its points has an outcome, which
 counts while the point is measured again. One that measures less of the same series than an older run (a smoke run
-beside a sweep) does not displace it. A newer one that has no evidence because points of the same series failed leaves
-the rule UNKNOWN. On a hardware only points measured on it count; where there are none, and the rule transfers, those
-of another card of the same architecture.
+beside a sweep) does not displace it; where it violates the rule, the rule is UNKNOWN. A newer one that has no evidence
+because points of the same series failed leaves the rule UNKNOWN, too. On a hardware only points measured on it count;
+where there are none, and the rule transfers, those of another card of the same architecture.
 GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or incomplete; unmeasured is never a pass.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState, Result
@@ -291,7 +291,9 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     furthest = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
     margin = bound - furthest.value if comparison == "<=" else furthest.value - bound
     lacking = f"{found.lacking}: {case.how}" if found.lacking else _undecided(found.candidates, comparison, bound)
-    lacking = "; ".join(filter(None, (lacking, case.doubts(run, furthest.points, scope))))
+    lacking = "; ".join(
+        filter(None, (lacking, case.doubts(run, furthest.points, scope), _passed_over(case, scope, verdict)))
+    )
     if margin < 0 and isinstance(rule, MetricRule) and rule.proof:
         proven = {row["point_id"] for row in run.of(rule.proof, scope)}
         if proven.isdisjoint(furthest.points):
@@ -314,6 +316,17 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
             return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
         newer.append(run)
     return None, Found([]), None
+
+
+def _passed_over(case: _Case, scope: Scope, verdict: RuleVerdict) -> str:
+    """The newer run that measured less than the verdict's and violates the bound, in words; "" if there is none."""
+    assert not isinstance(case.rule, StatesRule)
+    comparison, bound = _bound(case.rule, case.plan)
+    for run in takewhile(lambda run: run.run_id != verdict.run_id, case.runs):
+        for candidate in find(case.rule, run, scope).candidates if run.complete else ():
+            if candidate.value > bound if comparison == "<=" else candidate.value < bound:
+                return f"but the newer {run}, which measured less, has {candidate.what}: {case.how}"
+    return ""
 
 
 def _unmeasured(missing: str, begun: Run | None, how: str) -> str:

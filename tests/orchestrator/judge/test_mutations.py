@@ -213,6 +213,14 @@ def shallow_fails_here(jobs: dict[str, Job]) -> None:
     smaller.points = [replace(p, state=PointState.CRASH, axes=p.axes | {"layers": 2}) for p in smaller.points]
 
 
+def a_smaller_sweep_is_wrong(jobs: dict[str, Job]) -> None:
+    """A newer sweep without its longest length gives wrong results."""
+    sweep = good()["scaling-m7c"]
+    sweep.points = [point for point in sweep.points if point.axes["seq_len"] < 65536]
+    change("scaling-m7c", "triton", oracle_error=2.0)({"scaling-m7c": sweep})
+    jobs["newer-scaling"] = replace(sweep, day=1)
+
+
 TABLE: dict[str, tuple[Mutation, str, Result]] = {
     # what happened: how the database differs, the rule that has to notice, its result
     "slower than dense at the plan's S": (change("train-speed", "triton", throughput=2e5), "trains-as-fast", NO_GO),
@@ -262,6 +270,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "no drill": (without("drill-gpu"), "drill", UNKNOWN),
     "a newer run is worse": (newer("train-speed", change("train-speed", throughput=1e3)), "throughput", NO_GO),
     "a newer run crashed": (newer("train-speed", points("train-speed", state=PointState.CRASH)), "throughput", UNKNOWN),
+    "a newer sweep is smaller and worse": (a_smaller_sweep_is_wrong, "correctness", UNKNOWN),
     "an older run is worse": (run("learns-m7c", day=2), "learns", GO),
     "a newer run is cancelled": (
         newer("train-speed", change("train-speed", throughput=1e3), state=RunState.CANCELLED),
