@@ -33,64 +33,39 @@ LONGEST_TEXT = 298
 
 @dataclass(frozen=True)
 class Probe:
-    """Describe the machine, and read the effects of environment variables.
-
-    Attributes:
-        device: "auto", "cpu" or "cuda".
-        kind: the job kind, to be imported; None: none.
-        settings: names of the variables.
-        gpus: GPUs of a point; None: one on a CUDA device.
-    """
+    """Describe the machine, and read the effects of environment variables."""
 
     device: Literal["auto", "cpu", "cuda"]
-    kind: str | None = None
-    settings: tuple[str, ...] = ()
-    gpus: float | None = None
+    kind: str | None = None  # the job kind, to be imported
+    settings: tuple[str, ...] = ()  # names of the variables
+    gpus: float | None = None  # of a point; None: one on a CUDA device
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster that the ranks of a point run on.
+    """The Ray cluster that the ranks of a point run on."""
 
-    Attributes:
-        cpus, gpus: of each rank.
-        accelerator_type: Ray's type of the ranks' GPUs; None: any.
-        address: of the cluster's head, as its nodes know it.
-        runtime_env: Ray's runtime environment of the supervisor, for the ranks.
-        env_vars: environment variables of the ranks.
-        card: name of the GPU that the point is planned for; None: any.
-    """
-
-    cpus: float
+    cpus: float  # of each rank, as are the GPUs
     gpus: float
-    accelerator_type: str | None = None
-    address: str = ""
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    env_vars: Mapping[str, str] = field(default_factory=dict)
-    card: str | None = None
+    accelerator_type: str | None = None  # Ray's type of the ranks' GPUs; None: any
+    address: str = ""  # of the cluster's head, as its nodes know it
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)  # Ray's, of the supervisor, for the ranks
+    env_vars: Mapping[str, str] = field(default_factory=dict)  # environment variables of the ranks
+    card: str | None = None  # name of the GPU that the point is planned for; None: any
 
 
 @dataclass(frozen=True)
 class MeasurePoint:
-    """Measure one point.
+    """Measure one point."""
 
-    Attributes:
-        kind: the job kind, a module of `jobs`.
-        config: the point's configuration.
-        memory_bytes: most that the point may use beyond its start; None: no limit.
-        settings: names of environment variables whose effective values its environment shows.
-        checkpoints, key: as jobs.schema.point.Surroundings.
-        cluster: where its ranks run; None: it is measured by this process, and on its host.
-    """
-
-    kind: str
+    kind: str  # the job kind, a module of `jobs`
     config: Mapping[str, Any]
     device: point.Device
-    memory_bytes: int | None = None
-    settings: tuple[str, ...] = ()
-    checkpoints: str | None = None
+    memory_bytes: int | None = None  # most that the point may use beyond its start; None: no limit
+    settings: tuple[str, ...] = ()  # environment variables whose effective values its environment shows
+    checkpoints: str | None = None  # this and the key as jobs.schema.point.Surroundings
     key: str = ""
-    cluster: Cluster | None = None
+    cluster: Cluster | None = None  # where its ranks run; None: it is measured by this process
 
 
 @dataclass(frozen=True)
@@ -121,20 +96,13 @@ class Beat:
 
 @dataclass(frozen=True)
 class Samples:
-    """One sample of each of several live series.
-
-    Attributes:
-        step: the step that the values belong to.
-        at: time of the sample, seconds since 1970 UTC.
-        values: value by name of the series.
-        units: their units, by the same names; a rank leaves them out.
-    """
+    """One sample of each of several live series."""
 
     rank: int
     step: int
-    at: float
-    values: Mapping[str, float]
-    units: Mapping[str, str] = field(default_factory=dict)
+    at: float  # seconds since 1970 UTC
+    values: Mapping[str, float]  # by name of the series
+    units: Mapping[str, str] = field(default_factory=dict)  # by the same names; a rank leaves them out
 
 
 @dataclass(frozen=True)
@@ -170,34 +138,22 @@ class RanksStarted:
 
 @dataclass(frozen=True)
 class ProbedMachine:
-    """The answer to Probe.
-
-    Attributes:
-        settings: effective value of each variable that was asked for and may have an effect.
-        refused: for each other one, the reason why it has none.
-    """
+    """The answer to Probe."""
 
     machine: point.Machine
-    settings: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # effective values of variables that may have an effect
+    refused: Mapping[str, str] = field(default_factory=dict)  # for each other one, the reason why it has none
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the work, to be kept by the parent.
+    """A file of the work, to be kept by the parent."""
 
-    Attributes:
-        name: its name as an artifact, as the work chose it: anything.
-        path: of the file; "" where there is none.
-        problem: why there is nothing to keep; "" otherwise.
-        start, stop: the first byte to keep, and the one after the last; None: up to the end.
-    """
-
-    name: str
-    path: str
-    problem: str = ""
-    start: int = 0
-    stop: int | None = None
+    name: str  # its name as an artifact, as the work chose it: anything
+    path: str  # "" where there is none
+    problem: str = ""  # why there is nothing to keep
+    start: int = 0  # the first byte to keep
+    stop: int | None = None  # the one after the last; None: up to the end
 
 
 @dataclass(frozen=True)
@@ -210,17 +166,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Failure:
-    """The command failed in the process, which is still alive.
+    """The command failed in the process, which is still alive."""
 
-    Attributes:
-        state: OOM, ERROR, or CANCELLED for a point that was asked to end and can go on.
-        reason: one line.
-        files: what explains it.
-    """
-
-    state: PointState
-    reason: str
-    files: tuple[File, ...] = ()
+    state: PointState  # OOM, ERROR, LOST, or CANCELLED for a point that was asked to end and can go on
+    reason: str  # one line
+    files: tuple[File, ...] = ()  # what explains it
 
 
 @dataclass(frozen=True)

@@ -29,18 +29,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command.
-
-    Attributes:
-        reason: why it is not ok, in one line.
-        result: what came back; None unless it is ok.
-        files: of the result, or of what explains a failure.
-    """
+    """End of a command."""
 
     state: PointState
-    reason: str | None = None
-    result: Measured | None = None
-    files: tuple[File, ...] = ()
+    reason: str | None = None  # why it is not ok, in one line
+    result: Measured | None = None  # None unless it is ok
+    files: tuple[File, ...] = ()  # of the result, or of what explains a failure
 
     @property
     def expired(self) -> bool:

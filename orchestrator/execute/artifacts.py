@@ -40,37 +40,24 @@ class ArtifactError(UserError):
 
 @dataclass(frozen=True)
 class Source:
-    """A file to keep.
-
-    Attributes:
-        content: a text, or the path of a file.
-        start: the first byte of the file to keep.
-        stop: the byte after the last one; None: up to the end that the file has when it is opened.
-        problem: why there is nothing to keep; "" otherwise.
-    """
+    """A file to keep."""
 
     name: str
-    content: str | Path = ""
-    start: int = 0
-    stop: int | None = None
-    problem: str = ""
+    content: str | Path = ""  # a text, or the path of a file
+    start: int = 0  # the first byte of the file to keep
+    stop: int | None = None  # the byte after the last one; None: up to the end that the file has when it is opened
+    problem: str = ""  # why there is nothing to keep
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a point, as the database describes it: anything.
+    """A file of a point, as the database describes it: anything."""
 
-    Attributes:
-        point: the point's index.
-        path: relative to the artifact store.
-        size: in bytes.
-    """
-
-    point: int
+    point: int  # its index
     attempt: int
     name: str
-    path: str
-    size: int
+    path: str  # relative to the artifact store
+    size: int  # bytes
     sha256: str
 
 

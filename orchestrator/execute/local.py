@@ -29,7 +29,7 @@ class LocalExecutor:
         """Raises UserError if this machine lacks resources that the spec asks for."""
         self._spec = spec
         self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
-        self._cpus = _cpus()
+        self._cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._free: list[int] = []
         self._share: list[str] = []  # CUDA_VISIBLE_DEVICES of each slot
         self._updates: queue.SimpleQueue[tuple[int, Update | BatchEnded]] = queue.SimpleQueue()
@@ -50,10 +50,16 @@ class LocalExecutor:
             raise UserError("\n".join(errors))
 
     def probe(self) -> Mapping[str | None, Machine]:
+        """The machine that the points will use, as each interpreter of the spec finds it.
+
+        Raises:
+            UserError: a path, interpreter or environment of the spec cannot be used there.
+        """
         required = Requirements.of(self._spec)
         return requirements.check(required, gpus="" if required.gpus == 0 else None)
 
     def slots(self, machine: Machine) -> int:
+        """The number of batches that run at a time."""
         gpus = gpus_per_point(self._spec, machine)
         room = min(int(self._cpus // self._spec.resources.num_cpus), MOST_A_CORE * self._cpus)
         if gpus:
@@ -65,6 +71,7 @@ class LocalExecutor:
         return count
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        """Start a batch; `batch` is the caller's number for it."""
         self._grace_s = conditions.grace_s
         arguments = (self._free.pop(), batch, assignments, conditions)
         thread = threading.Thread(target=self._run, args=arguments, daemon=True)
@@ -72,12 +79,14 @@ class LocalExecutor:
         self._threads.append(thread)
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
+        """New updates, with their batches' numbers; waits up to `timeout` seconds for the first."""
         try:
             return [self._updates.get(timeout=timeout)]
         except queue.Empty:
             return []
 
     def cancel(self) -> None:
+        """End all batches, their processes included; returns within about two seconds beyond the points' grace."""
         self._cancelled.set()
         deadline = time.monotonic() + _CANCEL_S + self._grace_s
         for thread in self._threads:
@@ -94,8 +103,3 @@ class LocalExecutor:
             end = BatchEnded(PointState.LOST, f"the supervisor failed: {type(err).__name__}: {err}")
         self._free.append(slot)
         self._updates.put((batch, end))
-
-
-def _cpus() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

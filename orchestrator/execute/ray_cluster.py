@@ -45,7 +45,11 @@ class RayExecutor:
             UserError: no cluster answers, or it cannot run a point.
         """
         self._spec = spec
-        _check_interpreters(spec)
+        if spec.world_size > 1 and (python := next(filter(None, spec.python), None)):
+            raise UserError(
+                f"python: {python!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or "
+                "use --local"
+            )
         connect(spec, settings)
         self._by_id = interruptibly(_nodes)
         check_resources(spec, list(self._by_id.values()))
@@ -71,7 +75,7 @@ class RayExecutor:
         self._watch = ClusterWatch(_head(), self._check_room)
 
     def probe(self) -> Mapping[str | None, Machine]:
-        """As the interface says; also pins the points to the type of the card that was probed."""
+        """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
         import ray
 
         required = Requirements.of(self._spec)
@@ -217,14 +221,6 @@ def _supervise(
         context = ray.get_runtime_context()
         cluster = replace(cluster, address=context.gcs_address, runtime_env=dict(context.runtime_env.to_dict()))
     yield from supervisor.supervise(assignments, conditions, gpus, cluster=cluster)
-
-
-def _check_interpreters(spec: JobSpec) -> None:
-    if spec.world_size > 1 and (python := next(filter(None, spec.python), None)):
-        raise UserError(
-            f"python: {python!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or use "
-            "--local"
-        )
 
 
 def _probe(required: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:

@@ -37,22 +37,15 @@ _SEND_S = 0.2
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a rank runs, its first message.
-
-    Attributes:
-        node: Ray's id of its node; `host` is the node's name.
-        gpu: NVML's id of its GPU; None on a CPU.
-        folder: as jobs.schema.launcher.Rank.
-        environment: of the point, from its first rank; {} of the others.
-    """
+    """Where a rank runs, its first message."""
 
     rank: int
-    node: str
+    node: str  # Ray's id; `host` is the node's name
     host: str
     pid: int
-    gpu: str | None
-    folder: str
-    environment: Mapping[str, Any]
+    gpu: str | None  # NVML's id; None on a CPU
+    folder: str  # as jobs.schema.launcher.Rank
+    environment: Mapping[str, Any]  # of the point, from its first rank; {} of the others
 
 
 @dataclass(frozen=True)
@@ -77,22 +70,14 @@ class RankRaised(RuntimeError):  # noqa: N818  (an event)
 
 @dataclass(frozen=True)
 class Work:
-    """The work of each rank.
+    """The work of each rank."""
 
-    Attributes:
-        main: as jobs.schema.launcher.Launcher.run.
-        mailbox: handle of the Mailbox.
-        memory_bytes: as jobs.process.memory_limit.
-        card: name of the GPU that the point is planned for; None: any.
-        settings: environment variables whose effective values the point's environment shows.
-    """
-
-    main: Callable[[Rank], Any]
-    mailbox: Any
+    main: Callable[[Rank], Any]  # as jobs.schema.launcher.Launcher.run
+    mailbox: Any  # handle of the Mailbox
     device: Device
-    memory_bytes: int | None
-    card: str | None
-    settings: Sequence[str]
+    memory_bytes: int | None  # as jobs.process.memory_limit
+    card: str | None  # name of the GPU that the point is planned for; None: any
+    settings: Sequence[str]  # environment variables whose effective values the point's environment shows
 
 
 class NodeAgent:

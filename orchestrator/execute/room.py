@@ -24,18 +24,12 @@ def gpus_per_point(spec: JobSpec, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Share:
-    """Resources that one rank of a point needs on one node; a point of one rank needs them all there.
+    """Resources that one rank of a point needs on one node; a point of one rank needs them all there."""
 
-    Attributes:
-        ranks: of the point.
-        cpus, gpus: of one rank.
-        card_type: Ray's type of the accelerators; None: any.
-    """
-
-    ranks: int
-    cpus: float
+    ranks: int  # of the point
+    cpus: float  # of one rank, as are the GPUs
     gpus: float
-    card_type: str | None
+    card_type: str | None  # Ray's type of the accelerators; None: any
 
     @classmethod
     def of(cls, spec: JobSpec, gpus: float, card_type: str | None) -> Share:

@@ -264,8 +264,10 @@ class _Attempt:
         files = [*map(_source, ended.files)]
         if ended.expired:
             files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
-            if self._cluster is not None:
-                files += self._explanation()
+            if self._cluster is not None:  # its process explains ranks on other nodes
+                self._child.send(Explain())
+                answer = self._await((Explanation,), EXPLAIN_S)
+                files += map(_source, answer.files) if isinstance(answer, Explanation) else ()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")
             files += [Source(path.name, path) for path in sorted(written)]
             if self._child.kill() is None:
@@ -279,12 +281,6 @@ class _Attempt:
         return _outcome(
             self._assignment, ended.state, reason, self._started_at, environment=self._environment, **results
         )
-
-    def _explanation(self) -> list[Source]:
-        """Files in which the process explains ranks on other nodes."""
-        self._child.send(Explain())
-        answer = self._await((Explanation,), EXPLAIN_S)
-        return [*map(_source, answer.files)] if isinstance(answer, Explanation) else []
 
     def _await(self, types: tuple[type, ...], seconds: float) -> object:
         """The next message of the child of one of these types; None if it ends or is silent for so long."""

@@ -21,15 +21,10 @@ _ELSEWHERE = "put it on storage that all workers share and give its absolute pat
 
 @dataclass(frozen=True)
 class Upload:
-    """Files to send.
+    """Files to send."""
 
-    Attributes:
-        files: source by path in the job's working directory, relative and with "/".
-        spec: path of the spec in the job's working directory; None if it is not sent.
-    """
-
-    files: Mapping[str, Path]
-    spec: str | None = None
+    files: Mapping[str, Path]  # source by path in the job's working directory, relative and with "/"
+    spec: str | None = None  # path of the spec there; None if it is not sent
 
     def write(self, package: Path) -> int:
         """Write the zip file that Ray unpacks. Returns its size in bytes.

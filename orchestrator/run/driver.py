@@ -27,13 +27,13 @@ from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
+from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.report import summary
 from orchestrator.run import plan, resume
-from orchestrator.run.order import Order, print_points, read_order
+from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal, store_refused
 from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
-from orchestrator.run.refusal import never_began, record_refusal, store_refused
-from orchestrator.run.scheduler import Executor, Scheduler
+from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
 from orchestrator.store import Store
 from orchestrator.store.journal import NAME, Journal, JournalFull
@@ -93,8 +93,12 @@ def _run(order: Order, stop: _Stop) -> int:
                 store.take_lease(order.run_id)
                 resume.check_complete(store, history)
             except UserError as err:
-                if job and not isinstance(err, StoreUnavailable):
-                    _refuse_resume(order, store, err)
+                if job and not isinstance(
+                    err, StoreUnavailable
+                ):  # a run of its own: the other may be measured just now
+                    apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
+                    with suppress(StoreError):
+                        store_refused(store, _run_record(apart), err)
                 raise
 
         def record() -> Recorder:
@@ -131,13 +135,6 @@ def _run(order: Order, stop: _Stop) -> int:
         return _measure(order, executor, store, recorder or record(), machines[order.spec.python[0]], todo, stop)
 
 
-def _refuse_resume(order: Order, store: Store, err: UserError) -> None:
-    """Store a job that may not go on with a run as a failed run of its own: the other may be measured just now."""
-    apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
-    with suppress(StoreError):
-        store_refused(store, _run_record(apart), err)
-
-
 def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
     """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
     declared = own_axes(kind_module(spec.kind))
@@ -150,7 +147,13 @@ def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _measure(
-    order: Order, executor: Executor, store: Store, recorder: Recorder, machine: Machine, todo: plan.Plan, stop: _Stop
+    order: Order,
+    executor: LocalExecutor | RayExecutor,
+    store: Store,
+    recorder: Recorder,
+    machine: Machine,
+    todo: plan.Plan,
+    stop: _Stop,
 ) -> int:
     slots = executor.slots(machine)
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
@@ -183,13 +186,11 @@ def _measure(
     return OK if good else FAILURE
 
 
-def _executor(order: Order) -> Executor:
+def _executor(order: Order) -> LocalExecutor | RayExecutor:
     if order.local:
         return LocalExecutor(order.spec)
     if importlib.util.find_spec("ray") is None:  # not imported yet: how to connect is chosen by variables
         raise UserError("ray: not installed; install it (pip install 'ray[default]') or use --local")
-    from orchestrator.execute.ray_cluster import RayExecutor
-
     return RayExecutor(order.spec, order.settings)
 
 

@@ -1,21 +1,28 @@
-"""The order for a run: command line, settings and spec, validated without contacting anything; and the dry run."""
+"""The order for a run: command line, settings and spec, validated without contacting anything; and the dry run.
+
+A Ray job whose order is refused is a failed run of its own, so that who submitted it finds it and why.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jobs.hardware.machine import probe
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
+from jobs.schema.states import RunState
+from jobs.specs.kinds import kinds
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import JobSpec, SpecError
-from orchestrator import provenance
+from jobs.specs.yaml_text import YamlError, read_mapping
+from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
 from orchestrator.execute import requirements
@@ -23,31 +30,29 @@ from orchestrator.judge.rules import load_gates
 from orchestrator.messages import GRACE_S, Conditions, Requirements
 from orchestrator.run import plan, resume
 from orchestrator.settings import Settings, check_current_folder, load_settings
-from orchestrator.store.records import RunRecord
+from orchestrator.store import Store
+from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.terminal import say
 
+UNKNOWN = "unknown"
+"""The kind of a refused run whose spec names none that exists."""
+
 _ASSUMED_GPU_BYTES = 80 << 30
+_ODD = re.compile(r"[^A-Za-z0-9_.-]+")
+_NAME_LENGTH = 80  # of a spec's name
 
 
 @dataclass(frozen=True)
 class Order:
-    """A valid request to measure a spec's points.
-
-    Attributes:
-        run_id: of the resumed run, or a new one.
-        resumed: measure only the points that the run lacks.
-        retry_failed: with `resumed`: measure failed points again, too.
-        local: on this machine, without a Ray cluster.
-        dry_run: only list the points.
-    """
+    """A valid request to measure a spec's points."""
 
     spec: JobSpec
     settings: Settings
-    run_id: str
-    resumed: bool = False
-    retry_failed: bool = False
-    local: bool = False
-    dry_run: bool = False
+    run_id: str  # of the resumed run, or a new one
+    resumed: bool = False  # measure only the points that the run lacks
+    retry_failed: bool = False  # with `resumed`: measure failed points again, too
+    local: bool = False  # on this machine, without a Ray cluster
+    dry_run: bool = False  # only list the points
 
     @property
     def folder(self) -> Path:
@@ -192,3 +197,60 @@ def _spec_of(run_id: str, begun: RunRecord, given: JobSpec | None) -> JobSpec:
             f"--resume: {run_id!r}: its spec differs from the one given; leave SPEC out, or start a new run"
         )
     return given
+
+
+def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
+    """Store that this process's Ray job was refused. Nothing happens outside of a job, for a dry run, and where the
+    database cannot be used: the error is in the job's log in any case."""
+    if provenance.submission_id() is None:
+        return
+    spec = resumed = None
+    with suppress(UserError):  # the arguments themselves are wrong
+        args = parse_arguments(argv)
+        if args.dry_run:
+            return
+        spec, resumed = args.spec, args.resume
+    with suppress(UserError):  # wrong settings, a database that is away
+        settings = load_settings()
+        with Store.open(settings.database) as store:
+            store_refused(store, _refused_run(settings, spec, resumed), err)
+
+
+def store_refused(store: Store, run: RunRecord, err: Exception) -> None:
+    """Store a job that was refused as a failed run of its own, which has no journal. Raises StoreError."""
+    store.apply_many([run.model_copy(update={"state": RunState.PENDING}), *never_began(run, err)])
+
+
+def never_began(run: RunRecord, err: BaseException) -> list[Record]:
+    """The end of a run that failed before its first point, or was stopped."""
+    failed = isinstance(err, Exception)
+    reason = "\n".join(terminal.mistakes(err)) if failed else "stopped while it waited"
+    message = f"ended before its first point: {reason}"
+    return [
+        EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message),
+        RunEndRecord(
+            run_id=run.run_id,
+            state=RunState.FAILED if failed else RunState.CANCELLED,
+            reason=reason,
+            resumed=run.resumed,
+        ),
+    ]
+
+
+def _refused_run(settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:
+    """A run of no valid spec: it has an empty one, which `--resume` refuses."""
+    content: dict[str, Any] = {}
+    with suppress(YamlError):
+        content = {} if spec is None else read_mapping(spec, "spec", "kind: scaling")
+    name, kind = content.get("name"), content.get("kind")
+    if not isinstance(name, str) or not name:
+        name = spec.stem if spec else "resume" if resumed else "job"
+    name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
+    kind = kind if isinstance(kind, str) and kind in kinds() else UNKNOWN
+    git = provenance.GitState()
+    with suppress(UserError):  # it may be what is refused
+        git = provenance.git_state()
+    nothing = {"spec": {}, "spec_hash": "", "quantities": ()}
+    return plan.run_record(
+        plan.new_run_id(name), name, kind, settings, git, code_hash=provenance.code_hash(), **nothing
+    )

@@ -178,21 +178,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class PointHistory:
-    """A point's latest state in a run's records; one that is measured again keeps its outcome until it has a new one.
-
-    Attributes:
-        attempt: the number of its latest attempt.
-        again: that attempt, pending, running, lost or cancelled, where key and state are those of an earlier outcome.
-        reason, metrics: of the outcome, metrics by name.
-    """
+    """A point's latest state in a run's records; measured again, it keeps its outcome until it has a new one."""
 
     key: str
     label: str
     state: PointState
-    attempt: int = 0
+    attempt: int = 0  # the number of its latest
+    # That attempt, pending, running, lost or cancelled, where key and state are those of an earlier outcome.
     again: PointHistory | None = None
-    reason: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None  # of the outcome
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the outcome, by name
 
     @property
     def latest(self) -> PointState:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from jobs.schema.point import Machine, Point
+from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import ExecutorGone
@@ -25,35 +25,11 @@ from orchestrator.store.records import (
     StartRecord,
 )
 
+if TYPE_CHECKING:
+    from orchestrator.execute.local import LocalExecutor
+    from orchestrator.execute.ray_cluster import RayExecutor
+
 _POLL_S = 0.2
-
-
-class Executor(Protocol):
-    """Runs `supervise` for batches of points, `slots` batches at a time."""
-
-    def probe(self) -> Mapping[str | None, Machine]:
-        """The machine that the points will use, as each interpreter of the spec finds it; waits until a slot is free.
-
-        Raises:
-            UserError: a path, interpreter or environment of the spec cannot be used there.
-        """
-        ...
-
-    def slots(self, machine: Machine) -> int:
-        """The number of batches that run at a time."""
-        ...
-
-    def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
-        """Start a batch; `batch` is the caller's number for it."""
-        ...
-
-    def poll(self, timeout: float) -> Sequence[tuple[int, Update | BatchEnded]]:
-        """New updates, with their batches' numbers; waits up to `timeout` seconds for the first."""
-        ...
-
-    def cancel(self) -> None:
-        """End all batches, their processes included; returns within about two seconds beyond the points' grace."""
-        ...
 
 
 class Scheduler:
@@ -71,7 +47,7 @@ class Scheduler:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: LocalExecutor | RayExecutor,
         recorder: Recorder,
         watcher: Watcher,
         plan: Plan,

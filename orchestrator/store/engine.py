@@ -88,15 +88,12 @@ def _postgres(url: URL, readonly: bool) -> Engine:
     return engine
 
 
-def _mode(path: Path) -> str:
-    """SQLite's mode for reading a file: as it stands where no log is beside it and none can be made."""
-    log = path.with_name(f"{path.name}-wal")
-    return "ro" if os.access(path.parent, os.W_OK) or os.path.exists(log) else "ro&immutable=1"
-
-
 def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     path = Path(url.database or "").absolute()
-    address = f"file:{quote(str(path))}?mode={_mode(path) if readonly else 'rwc' if create else 'rw'}"
+    mode = "ro" if readonly else "rwc" if create else "rw"
+    if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
+        mode = "ro&immutable=1"  # as it stands: no log is beside it and none can be made
+    address = f"file:{quote(str(path))}?mode={mode}"
 
     def connect() -> sqlite3.Connection:
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.

@@ -30,8 +30,10 @@ def take(session: Session, run_id: str) -> None:
     if run is None:
         return
     now, owner, expires_at = _now(session), run.lease_owner, run.lease_expires_at
-    if owner and expires_at and owner != _own_name() and expires_at > now and not _died_here(owner):
-        host, _, pid = owner.rpartition("/")
+    host, _, pid = (owner or "").rpartition("/")
+    # A killed driver's run can be resumed at once, on its host.
+    gone = host == socket.gethostname() and not psutil.pid_exists(int(pid))
+    if owner and expires_at and owner != _own_name() and expires_at > now and not gone:
         raise LeaseHeld(
             f"run: {run_id!r}: is being measured by process {pid} on {host}, whose lease in "
             f"{shown(session.get_bind().engine.url)} ends at {expires_at:%H:%M:%S} UTC unless it is renewed; wait for "
@@ -48,12 +50,6 @@ def end(session: Session, run_id: str) -> None:
 
 def _own_name() -> str:
     return f"{socket.gethostname()}/{os.getpid()}"
-
-
-def _died_here(owner: str) -> bool:
-    """Whether the owner was a process of this host that is gone: a killed driver's run can be resumed at once."""
-    host, _, pid = owner.rpartition("/")
-    return host == socket.gethostname() and not psutil.pid_exists(int(pid))
 
 
 def _now(session: Session) -> datetime:

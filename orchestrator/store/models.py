@@ -26,9 +26,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, attribute_keyed_dict, mapped_column, relationship
-from sqlalchemy.types import TypeEngine
 
-from jobs.schema.axes import AXES, Axis
+from jobs.schema.axes import AXES
 from jobs.schema.states import Origin, PointState, Result, RunState
 
 
@@ -55,12 +54,6 @@ class UtcDateTime(TypeDecorator[datetime]):
 def _enum_type(cls: type[StrEnum]) -> Enum:
     """A column type that stores an enum member's value as text."""
     return Enum(cls, native_enum=False, length=16, values_callable=lambda members: [member.value for member in members])
-
-
-def _axis_type(axis: Axis) -> TypeEngine[Any]:
-    if axis.type == "text":
-        return String(axis.size)
-    return BigInteger() if axis.size == 8 else Integer()
 
 
 class Base(DeclarativeBase):
@@ -154,7 +147,8 @@ class Point(Base):
 
 
 for _axis in AXES:
-    setattr(Point, _axis.attribute, mapped_column(_axis.name, _axis_type(_axis), nullable=True))
+    _type = String(_axis.size) if _axis.type == "text" else BigInteger() if _axis.size == 8 else Integer()
+    setattr(Point, _axis.attribute, mapped_column(_axis.name, _type, nullable=True))
 
 
 class Attempt(Base):

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     TypeAdapter,
     ValidationInfo,
     field_validator,
@@ -166,8 +167,8 @@ class MetricData(_Plain):
 
     name: Annotated[str, Field(max_length=80)]
     unit: Annotated[str, Field(max_length=20)]
-    value: float
-    samples: tuple[float, ...] = ()
+    value: FiniteFloat
+    samples: tuple[FiniteFloat, ...] = ()
     p10: float | None = None
     p90: float | None = None
     ci_low: float | None = None
@@ -199,6 +200,14 @@ class OutcomeRecord(_Record):
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
     final: bool = True  # False: the point is handed out again, and its outcome will be that of a later attempt
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        if not self.state.ended:
+            raise ValueError(f"state {self.state.value!r} is no end; send a start instead")
+        if self.metrics and self.state is not PointState.OK:
+            raise ValueError(f"ended {self.state.value!r} with numbers; only 'ok' may carry metrics")
+        return self
 
     @property
     def settles(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -168,7 +167,6 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
     _insert_new(session, Environment, [_environment(key, content) for key, content in environments.items()])
     ended: list[OutcomeRecord] = []
     for record in records:
-        _check_outcome(record)
         point = points[record.point_id]
         attempt = _attempt(point, record.attempt)
         if attempt.state in _UNENDED:
@@ -186,21 +184,6 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
     ]
     if metrics:  # with RETURNING, as in `_insert_new`
         session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
-
-
-def _check_outcome(record: OutcomeRecord) -> None:
-    """Raise StoreError for numbers of a failed point, numbers that are not finite, and a state that is no end."""
-    if record.metrics and record.state is not PointState.OK:
-        raise StoreError(
-            f"metrics: point {record.point_id!r} ended {record.state.value!r} with numbers; only 'ok' may carry metrics"
-        )
-    if not record.state.ended:
-        raise StoreError(f"state: {record.state.value!r} of point {record.point_id!r} is no end; send a start instead")
-    for metric in record.metrics:
-        if not all(math.isfinite(number) for number in (metric.value, *metric.samples)):
-            raise StoreError(
-                f"metrics: {metric.name!r} of point {record.point_id!r} is not finite; end the point 'error' instead"
-            )
 
 
 def _environment(key: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -41,16 +41,6 @@ def test_output_that_cannot_be_written_is_dropped(redirection: str, expected: st
     assert run(wait + _MANY + _END, redirection, PYTHONUNBUFFERED=unbuffered) == expected
 
 
-def test_what_rich_and_the_interpreter_itself_write_is_dropped_too() -> None:
-    code = _SAY + "from orchestrator.report.summary import wide_console; wide_console().print('x'); print('at the end')"
-    assert run(code, ">/dev/full").count("\n") == 1
-
-
-def test_errors_without_a_standard_error_do_not_go_to_standard_output(tmp_path: Path) -> None:
-    run(_SAY + "warn('lost'); say('shown')", f"2>&- >{tmp_path / 'out'}")
-    assert (tmp_path / "out").read_text() == "shown\n"
-
-
 def test_all_is_written_to_a_pipe_that_does_not_block() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -63,10 +53,3 @@ def test_all_is_written_to_a_pipe_that_does_not_block() -> None:
         ended.wait()
         assert len(pipe.read()) == 300_001
     assert process.wait(60) == 0
-
-
-def test_nsa_fails_where_its_output_is_lost_and_not_where_its_reader_ends(tmp_path: Path) -> None:
-    code = "import sys; sys.argv = ['nsa', '-h']; from orchestrator.cli.commands import main; main()"
-    told = run(code, ">/dev/full; test $? = 1")
-    assert told == "error: output: cannot be written (No space left on device); the rest is not shown\n"
-    assert run(code, "| true; exit ${PIPESTATUS[0]}") == ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.process.worker import failure, ran_out_of_memory
+from jobs.process.worker import ran_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,12 +59,6 @@ def test_out_of_memory_errors_are_recognised() -> None:
     assert not ran_out_of_memory(RuntimeError("shapes do not match"))
     assert not ran_out_of_memory(raised_from(KeyError("x")))
     assert not ran_out_of_memory(ValueError("CUDA out of memory")), "the text alone does not decide"
-
-
-def test_an_exception_with_a_text_that_is_no_unicode_is_readable() -> None:
-    failed = failure(ValueError("caf\udcff"))
-    assert failed.reason == r"ValueError: caf\udcff"
-    assert r"caf?" in Path(failed.files[0].path).read_text()
 
 
 FAMILY = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -98,13 +97,6 @@ def test_another_interpreter_gets_our_sources_and_nothing_of_this_ones_search_pa
     assert "stuck_here" in stuck.files["stacks.txt"]
 
 
-def test_an_interpreter_that_cannot_start_costs_its_point_only(snippet_kind, measured, tmp_path: Path) -> None:
-    point = snippet_kind.point("pass")
-    bad, good = (end.outcome for end in measured([replace(point, python=str(tmp_path / "no")), point]))
-    assert (bad.state, good.state) == (PointState.ERROR, PointState.OK)
-    assert str(bad.reason).startswith(f"python: '{tmp_path}/no': cannot be started (")
-
-
 def test_settings_without_effect_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     code = "import torch; print(torch.backends.cpu.get_cpu_capability().lower())"
@@ -116,14 +108,6 @@ def test_settings_without_effect_are_refused_by_name(monkeypatch: pytest.MonkeyP
     assert same.startswith(f"env.ATEN_CPU_CAPABILITY: {default!r}: has no effect on node ")
     assert same.endswith(f": without it, {default.upper()} is in effect as well; remove it")
     assert "it concerns GPUs, and the points run on the CPU; remove it" in allocator
-
-
-def test_a_value_that_pytorch_rejects_is_named() -> None:
-    with pytest.raises(UserError) as caught:
-        requirements.check(wants(envs=[{}, {"TORCH_LOGS": "no-such-log"}]))
-    assert re.fullmatch(
-        r"env\.TORCH_LOGS: 'no-such-log': a process with it fails on node \S+ \(.+\); mend it", str(caught.value)
-    )
 
 
 def test_an_interpreter_that_lacks_a_package_is_refused_with_the_package(bare: str) -> None:

@@ -81,17 +81,3 @@ def test_sigterm_while_ray_connects_ends_the_ranks_and_no_process(monkeypatch: p
     with pytest.raises(RanksEnded), patch.dict(os.environ), driver(Cluster(1, 1), stop):
         pass
     assert stop.is_set()
-
-
-def test_the_points_own_handler_of_sigterm_stays_once_ray_has_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, noted = signal.getsignal(signal.SIGTERM), []
-    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: noted.append(True))
-        with patch.dict(os.environ), driver(Cluster(1, 1), Event()):
-            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert noted == [True]

@@ -19,9 +19,7 @@ from jobs.schema.point import Metric, Reading
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
-from orchestrator.errors import UserError
 from orchestrator.execute import supervisor
-from orchestrator.execute.requirements import probe
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, StartRecord
@@ -91,21 +89,6 @@ def test_a_point_with_progress_that_takes_too_long_is_a_timeout(measure) -> None
     [end] = ended(measure("import time\nwhile True: beat('again'); time.sleep(0.1)", conditions=conditions))
     assert (end.outcome.state, end.outcome.metrics) == (PointState.TIMEOUT, ())
     assert end.outcome.reason == "not done after 8 s (last in phase 'again')"
-
-
-def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
-    conditions = Conditions("cpu", Deadlines(startup_s=1.5, heartbeat_s=60, point_s=60))
-    [end] = ended(measure("import time; time.sleep(60)", conditions=conditions))
-    assert end.outcome.state is PointState.HANG
-    assert "start-up" in str(end.outcome.reason)
-
-
-def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
-    conditions = Conditions("cpu", Deadlines(startup_s=8, heartbeat_s=8, point_s=8))
-    wait = "import time\nfor _ in range(20): beat(WAITING + 'room', 0, 2); time.sleep(0.5)"
-    updates = measure(f"from jobs.schema.point import WAITING\n{wait}", conditions=conditions)
-    assert states(updates) == [PointState.OK]
-    assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)
 
 
 def test_a_memory_limit_is_enforced(measure) -> None:
@@ -209,11 +192,6 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
     assert bad.outcome.metrics == ()
 
 
-def test_probing_for_a_missing_gpu_is_an_error() -> None:
-    with pytest.raises(UserError, match="no CUDA device is visible"):
-        probe(messages.Probe("cuda"), gpus="")
-
-
 def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
     kept = str(tmp_path / "store" / "r" / "0000" / "1" / "rank0.json")
     wait = f"while not os.path.exists({kept!r}): time.sleep(0.01)\ntime.sleep(1)"  # its record follows
@@ -235,3 +213,18 @@ def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(m
     assert end.outcome.reason.startswith(
         f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
     )
+
+
+def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=1.5, heartbeat_s=60, point_s=60))
+    [end] = ended(measure("import time; time.sleep(60)", conditions=conditions))
+    assert end.outcome.state is PointState.HANG
+    assert "start-up" in str(end.outcome.reason)
+
+
+def test_deadlines_count_from_the_end_of_waiting(measure) -> None:
+    conditions = Conditions("cpu", Deadlines(startup_s=8, heartbeat_s=8, point_s=8))
+    wait = "import time\nfor _ in range(20): beat(WAITING + 'room', 0, 2); time.sleep(0.5)"
+    updates = measure(f"from jobs.schema.point import WAITING\n{wait}", conditions=conditions)
+    assert states(updates) == [PointState.OK]
+    assert any(isinstance(update, Progress) and update.phase == "waiting for room" for update in updates)

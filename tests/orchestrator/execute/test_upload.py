@@ -140,15 +140,15 @@ def test_what_ray_cannot_send_is_left_out_and_named_also_by_doctor(
     assert "`ray job submit` cannot send this folder" in found.detail
 
 
-def test_a_file_may_not_take_the_place_of_a_source(train: Train, here: Path) -> None:
-    (here / "jobs").mkdir()
-    (here / "jobs" / "train.py").write_text("raise SystemExit")
-    with pytest.raises(UserError, match=r"data.path: 'jobs/train.py': would replace .*train.py of the package"):
-        train("jobs")
-
-
 def test_an_upload_beyond_the_limit_names_the_largest_file_and_the_fix(train: Train, here: Path) -> None:
     with (here / "corpus" / "large.bin").open("wb") as file:
         file.truncate(upload.LIMIT)
     with pytest.raises(UserError, match=r"the largest 'corpus/large.bin': at most 100 MiB .* absolute path in the s"):
         train("corpus")
+
+
+def test_a_file_may_not_take_the_place_of_a_source(train: Train, here: Path) -> None:
+    (here / "jobs").mkdir()
+    (here / "jobs" / "train.py").write_text("raise SystemExit")
+    with pytest.raises(UserError, match=r"data.path: 'jobs/train.py': would replace .*train.py of the package"):
+        train("jobs")

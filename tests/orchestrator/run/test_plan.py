@@ -97,17 +97,6 @@ def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
     assert (todo.failures, todo.settled.total()) == (0, min(most, 4) + 1), "the conclusion, too"
 
 
-def test_changed_sources_begin_a_search_again_under_its_ids() -> None:
-    old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
-    assert old is not None
-    changed = RUN.model_copy(update={"code_hash": "changed"})
-    todo = plan.resumed_plan(changed, [_size(0)], CPU, old, _further, again=False)
-    assert [each.attempt for each in todo.assignments] == [2]
-    journal = _measure(todo)
-    assert _sum(journal) == 1 + 2 + 4
-    assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
-
-
 def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
     journal = _measure(plan.new_plan(RUN, [_size(0)], CPU, _further))
     for code_hash in ("changed", "same"):

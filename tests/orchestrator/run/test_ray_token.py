@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from orchestrator.errors import UserError
@@ -107,21 +106,8 @@ def test_a_folder_that_another_user_put_there_is_neither_used_nor_believed(
         ray_folder.folder_of_a_new_cluster(settings)
 
 
-def test_a_server_on_loopback_alone_is_told_from_one_on_every_address() -> None:
-    with listening() as address:
-        assert ray_folder.on_loopback_alone(address)
-    with listening("0.0.0.0") as address:
-        assert ray_folder.on_loopback_alone(address) is not _has_another_address()
-    assert not ray_folder.on_loopback_alone("192.0.2.1:1")
-
-
 @contextmanager
 def listening(host: str = "127.0.0.1") -> Iterator[str]:
     """A listening socket; its address on loopback."""
     with socket.create_server((host, 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def _has_another_address() -> bool:
-    found = (one for interface in psutil.net_if_addrs().values() for one in interface)
-    return any(one.family == socket.AF_INET and not one.address.startswith("127.") for one in found)

@@ -136,29 +136,6 @@ def test_a_database_that_does_not_answer_holds_nothing_up(recorder, flaky, told,
     assert len(flaky.kept) == 201
 
 
-def test_progress_is_dropped_while_the_database_is_away(recorder, flaky, told) -> None:
-    recorder.progress(Progress("r", "r/0", now(), "first", 1, 2))
-    wait_for(lambda: flaky.signs == ["first"])
-    flaky.error = AWAY
-    recorder.write([note("a")])
-    wait_for(lambda: bool(recorder.look() or told))
-    recorder.progress(Progress("r", "r/0", now(), "second", 1, 2))
-    flaky.error = None
-    wait_for(lambda: stored(recorder))
-    recorder.progress(Progress("r", "r/0", now(), "third", 1, 2))
-    wait_for(lambda: flaky.signs == ["first", "third"])
-
-
-def test_closing_waits_for_the_database_and_then_gives_up(recorder, flaky) -> None:
-    flaky.error = AWAY
-    recorder.write([note("a")])
-    recorder.close(patience_s=0.2)
-    assert not recorder.stored
-    flaky.error = None
-    recorder.close(patience_s=3600)  # it waits for the records, not for its patience
-    assert recorder.stored
-
-
 def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path) -> None:
     flaky.error = StoreError("NSA_DATABASE_URL: 'x': refused the data")
     recorder.write([note("a")])

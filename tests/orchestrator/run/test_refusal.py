@@ -138,23 +138,3 @@ def test_a_resume_beside_a_living_driver_is_a_failed_run_of_its_own(home, spec, 
     # It is a run like any other that ended before its first point, and can be gone on with.
     assert CliRunner().invoke(app, ["export", second["run_id"], "--journal"]).exit_code == 0
     assert driver.main(["--local", "--resume", second["run_id"]]) == 0
-
-
-def test_variables_that_cannot_be_stored_are_refused_by_name(home, tmp_path, monkeypatch, capsys) -> None:
-    (path := tmp_path / "good.yaml").write_text("kind: drill\nname: good\nbehaviours: [ok]\n")
-    with monkeypatch.context() as patch:
-        patch.setenv("NSA_GIT_COMMIT", "c" * 65)
-        assert driver.main([str(path), "--local"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: NSA_GIT_COMMIT: '{'c' * 65}': is no commit; set at most 64 plain characters, or remove it\n"
-    )
-    config = json.dumps({"metadata": {"job_submission_id": "j" * 210}})
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", config)
-    assert driver.main([str(path), "--local"]) == 2
-    assert re.fullmatch(
-        r"error: submission id: 'j{210}': has 210 characters; give `ray job submit --submission-id` at most 200\n",
-        capsys.readouterr().err,
-    )
-    long, commit = stored(home)
-    assert (long["name"], long["state"], long["submission_id"]) == ("good", "failed", "j" * 200)
-    assert (commit["name"], commit["state"], commit["submission_id"]) == ("good", "failed", JOB)

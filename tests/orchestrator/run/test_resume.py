@@ -143,14 +143,6 @@ def test_a_full_disk_ends_the_run_and_a_resume_goes_on(
 class TestRefused:
     """A resume that cannot be right ends with one line, before anything is measured."""
 
-    def test_a_reported_run(self, at, database_url, snippet_kind, capsys) -> None:
-        with Store.open(database_url) as store:
-            importer.import_file(store, ROOT / "orchestrator" / "reference_data" / "peer_stages_h200.csv")
-            run_id = only_run(database_url)
-            exporter.export_journal(store, run_id, at / run_id / journal.NAME)
-        assert run("--resume", run_id) == 2
-        assert "was reported by others, not measured" in capsys.readouterr().err
-
     def test_another_runs_journal(self, at, spec, database_url, quick_probe, capsys) -> None:
         assert run(spec("pass")) == 0
         run_id = only_run(database_url)
@@ -180,13 +172,6 @@ class TestRefused:
         assert stored(database_url, run_id) == newest
         assert run("--resume", run_id, "--retry-failed") == 1
         assert stored(database_url, run_id)[1] == [("ok", 1), ("error", 3)]
-
-    def test_a_journal_without_a_beginning(self, at, spec, database_url, quick_probe, capsys) -> None:
-        assert run(spec("pass")) == 0
-        path = at / only_run(database_url) / journal.NAME
-        path.write_text(path.read_text().partition("\n")[2])
-        assert run("--resume", path.parent.name) == 2
-        assert "its journal ends before the run began; start a new run" in capsys.readouterr().err
 
 
 # Measured again

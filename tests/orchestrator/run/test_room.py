@@ -11,8 +11,9 @@ from jobs.specs.load import parse_spec
 from orchestrator.errors import UserError
 from orchestrator.execute import local
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.execute.ray_cluster import _check_interpreters
+from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.execute.room import MOST_A_CORE, Share, check_resources
+from orchestrator.settings import Settings
 
 TWO_HOSTS = [{"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, {"CPU": 8.0, "GPU": 1.0}]
 
@@ -47,7 +48,7 @@ def test_ranks_of_a_point_may_be_on_several_nodes_and_are_counted_whole() -> Non
     ],
 )
 def test_a_tiny_share_of_a_core_does_not_start_thousands_of_points(monkeypatch, resources, slots) -> None:
-    monkeypatch.setattr(local, "_cpus", lambda: 2)
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: {0, 1})
     executor = LocalExecutor(_spec(device="cpu", resources=resources))
     assert executor.slots(Machine("cpu", "test processor", 8 << 30)) == slots
     if "workers" not in resources:
@@ -87,5 +88,4 @@ def test_what_a_cluster_lacks_is_told(changes: dict[str, Any], message: str) -> 
 
 def test_ranks_on_a_cluster_have_the_interpreter_of_its_workers() -> None:
     with pytest.raises(UserError, match=r"^python: '/opt/other/bin/python': on a cluster, ranks run under"):
-        _check_interpreters(_spec(ranks=2, python=[None, "/opt/other/bin/python"]))
-    _check_interpreters(_spec(python="/opt/other/bin/python"))
+        RayExecutor(_spec(ranks=2, python=[None, "/opt/other/bin/python"]), Settings())

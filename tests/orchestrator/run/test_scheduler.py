@@ -139,17 +139,6 @@ def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
     assert sorted(final) == [("r/0", 5), ("r/1", 3), ("r/2", 1)], "the others take no earlier outcome's place"
 
 
-def test_the_rest_of_a_lost_batch_is_handed_out_first_with_the_same_attempt_number(run) -> None:
-    executor = Script({"r/1": [LOST, "ok"]})
-    _, states, records = run(executor, 4, warm=True)
-    assert states == {PointState.OK: 4}
-    assert outcomes(records) == ["r/0 1 ok", "r/1 1 lost", "r/2 1 ok", "r/3 1 ok", "r/1 2 ok"]
-    assert executor.batches == [["r/0", "r/1", "r/2", "r/3"], ["r/2", "r/3", "r/1"]]
-    executor = Script({"r/1": [LOST, "ok"]})
-    run(executor, 12, warm=True, slots=2)
-    assert [batch[0] for batch in executor.batches[:3]] == ["r/0", "r/3", "r/2"]
-
-
 def test_slots_bound_the_batches_at_a_time(run) -> None:
     executor = Script()
     run(executor, 7, slots=3)

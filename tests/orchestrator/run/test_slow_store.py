@@ -54,15 +54,3 @@ def test_a_database_that_does_not_answer_stalls_no_point_and_no_end(sweep, froze
     points = queries.points(store, run_id)
     assert list(points["state"]) == [str(r.state) for r in kept if isinstance(r, OutcomeRecord)]
     assert set(points["state"]) == {"ok", "cancelled"}
-
-
-@pytest.mark.postgres
-@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
-def test_a_run_whose_server_does_not_answer_does_not_begin(sweep, frozen, home: Path) -> None:
-    with frozen():
-        driver = sweep()
-        told, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 2
-    assert told.startswith("error: NSA_DATABASE_URL: ")
-    assert told.count("\n") == 1
-    assert not (home / "artifacts").exists()

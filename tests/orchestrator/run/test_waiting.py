@@ -202,14 +202,3 @@ def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> No
     waits(lambda: fail(UserError("resources.num_gpus: 8: no node has more")))
     assert driver.main(["--local", "--resume", run_id]) == 2
     assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
-
-
-def test_a_resume_with_points_to_measure_is_pending_while_it_waits(home, spec, waits) -> None:
-    waits(lambda: None)
-    assert driver.main([str(spec("raise ValueError")), "--local"]) == 1
-    run_id, seen = only_run(home)["run_id"], []
-    waits(lambda: seen.append(only_run(home)["state"]))
-    assert driver.main(["--local", "--resume", run_id]) == 1
-    assert seen == ["done"]
-    waits(lambda: wait_for(lambda: only_run(home)["state"] == "pending"))
-    assert driver.main(["--local", "--resume", run_id, "--retry-failed"]) == 1

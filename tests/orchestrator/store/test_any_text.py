@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
-from orchestrator.store.exporter import export
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import RECORD, ArtifactData, ArtifactRecord, EventRecord, SeriesRecord
 
@@ -61,24 +59,3 @@ def test_a_database_takes_every_record_with_any_text(store: Store, sweep, tmp_pa
     path.write_text("".join(json.dumps(line) + "\n" for line in hostile))
     import_file(store, path)
     assert len(queries.points(store, RUN)) == 1
-
-
-@TEXTS
-def test_any_cell_of_a_table_is_stored_or_refused_in_a_line(store: Store, sweep, tmp_path: Path, text: str) -> None:
-    store.apply_many(sweep(RUN, laws={"dense": 1.0}, lengths=(512,)))
-    path = tmp_path / "table.csv"
-    export(store, path, [RUN])
-    header, row, *_ = (line.split(",") for line in path.read_text().splitlines())
-    stored = 0
-    for place in range(len(row)):
-        cells = [*row[:place], text, *row[place + 1 :]]
-        path.write_text(f"{','.join(header)}\n{','.join(cells)}\n")
-        try:
-            import_file(store, path)
-            stored += 1
-            assert import_file(store, path).unchanged
-        except UserError as err:
-            told = str(err)
-            assert "\n" not in told
-            assert "as a bug" not in told
-    assert stored > 4

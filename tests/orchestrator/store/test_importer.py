@@ -79,17 +79,6 @@ def test_peers_have_a_point_for_each_pass(sqlite_store: Store):
     assert set(row.gpu) == {"H200"}
 
 
-def test_stages_are_metrics(sqlite_store: Store):
-    import_file(sqlite_store, DATA / "peer_stages_h200.csv")
-    frame = queries.measurements(sqlite_store)
-    assert set(frame.kind) == {"stages"}
-    assert set(frame.metric) == {
-        f"stage_{name}"
-        for name in ("compress", "compressed_attention", "score_topk", "selected", "window_fa2", "combine")
-    }
-    assert queries.scaling(sqlite_store).empty
-
-
 def test_a_changed_table_replaces_its_older_version(sqlite_store: Store, tmp_path: Path):
     path = tmp_path / "peers.csv"
     lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)
@@ -206,24 +195,6 @@ def test_no_cell_of_an_export_is_computed_and_each_text_comes_back(sqlite_store:
         assert not {row["label"][0] for row in csv.DictReader(file)} & set("=+-@\t\r")
     import_file(sqlite_store, path)
     assert set(queries.states(sqlite_store, origin="reported")["label"]) == {text}
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        "source,metric,value,status,kv_groups,branch",
-        "implementation,forward_ms,forward_backward_ms,peak_extra_mib",
-        "implementation,tokens,compress_ms,selected_ms",
-        "run_id,run_name,point_id,metric,value,state",
-    ],
-)
-def test_the_fewest_columns_of_a_layout_are_refused_in_a_line(sqlite_store: Store, tmp_path: Path, columns: str):
-    path = tmp_path / "x.csv"
-    path.write_text(f"{columns}\n{','.join('1' * len(columns.split(',')))}\n")
-    with pytest.raises(UserError) as caught:
-        import_file(sqlite_store, path)
-    assert "\n" not in str(caught.value)
-    assert queries.counts(sqlite_store)["runs"] == 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
 
@@ -58,15 +57,3 @@ def test_a_killed_process_of_this_host_has_no_lease(stored: Store) -> None:
     assert ended is not None
     stored.take_lease(RUN)
     assert owner(stored) != ended
-
-
-def test_a_run_that_is_not_stored_yet_has_none(store: Store) -> None:
-    with store.lease(RUN):
-        pass
-
-
-def test_a_later_record_leaves_the_lease(stored: Store, sweep) -> None:
-    stored.take_lease(RUN)
-    run = sweep(RUN)[0]
-    stored.apply(run.model_copy(update={"resumed": 1, "at": run.at + timedelta(hours=1)}))
-    assert owner(stored) is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sqlite3
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,8 +11,6 @@ import pytest
 from sqlalchemy import text
 
 from jobs.schema.states import Origin, PointState, RunState
-from orchestrator.judge.evidence import measured_runs
-from orchestrator.judge.stored import Source
 from orchestrator.store import Store, queries
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 
@@ -77,60 +73,6 @@ def test_runs_are_filtered(filled: Store, filters: dict, found: list[str]):
     assert queries.runs(filled, **filters).run_id.tolist() == found
 
 
-def test_the_cost_of_reading_one_run_is_that_of_its_own_points(sqlite_store: Store, sweep):
-    """In steps of SQLite's machine, with and without six other runs."""
-    reads: list[Callable[[], object]] = [
-        lambda: queries.run(sqlite_store, RUN),
-        lambda: queries.runs(sqlite_store, limit=1),
-        lambda: queries.measurements(sqlite_store, run_ids=[RUN]),
-        lambda: queries.scaling(sqlite_store, run_ids=[RUN]),
-        lambda: queries.scaling(sqlite_store, origin=Origin.REPORTED),
-        lambda: queries.states(sqlite_store, run_ids=[RUN]),
-        lambda: queries.files(sqlite_store, RUN),
-        lambda: measured_runs(sqlite_store, [RUN]),
-        lambda: Source(sqlite_store, [RUN]).having("scaling", "recall"),
-        lambda: Source(sqlite_store, None).points(RUN, None),
-        lambda: Source(sqlite_store, None).metric(RUN, "time", ()),
-    ]
-
-    def costs() -> list[int]:
-        return [_steps(sqlite_store, read) for read in reads]
-
-    sqlite_store.apply_many(sweep(RUN))
-    alone = costs()
-    for number in range(6):
-        sqlite_store.apply_many(sweep(f"20261119-1200{number:02d}-demo-abcd"))
-    assert [cost < 2 * before for before, cost in zip(alone, costs(), strict=True)] == [True] * len(reads)
-
-
-def _steps(store: Store, read: Callable[[], object]) -> int:
-    """The number of steps that SQLite takes for a read."""
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-
-    with store.engine.connect() as connection:  # the pool's only one
-        database = connection.connection.dbapi_connection
-    assert isinstance(database, sqlite3.Connection)
-    database.set_progress_handler(step, 1)
-    try:
-        read()
-    finally:
-        database.set_progress_handler(None, 1)
-    assert count
-    return count
-
-
-def test_one_run_has_its_spec(filled: Store):
-    run = queries.run(filled, RUN)
-    assert run is not None
-    assert run["spec"] == {"kind": "scaling", "name": "demo"}
-    assert run["git_commit"] == "c" * 40
-    assert queries.run(filled, "nothing") is None
-
-
 def test_points_carry_state_reason_axes_and_route(filled: Store):
     frame = queries.points(filled, RUN)
     assert frame.number.tolist() == list(range(10))
@@ -172,11 +114,6 @@ def test_scaling_has_only_ok_points_and_divides_by_the_batch(filled: Store):
     assert queries.scaling(filled, run_ids=[]).empty
 
 
-def test_every_number_and_state_can_be_read(filled: Store):
-    assert set(queries.measurements(filled, run_ids=[RUN]).metric) >= {"time", "oracle_error"}
-    assert len(queries.states(filled, origin="measured")) == 10
-
-
 def test_counts(filled: Store):
     counted = queries.counts(filled)
     assert (counted["runs"], counted["runs_measured"], counted["runs_reported"]) == (2, 1, 1)
@@ -188,14 +125,6 @@ def test_an_empty_store_gives_empty_frames_with_the_same_columns(store: Store):
     assert " ".join(queries.scaling(store).columns) == SCALING
     assert queries.points(store, RUN).empty
     assert queries.counts(store)["runs"] == 0
-
-
-def test_every_view_can_be_read_with_plain_sql(filled: Store):
-    views = ("v_scaling", "v_throughput", "v_memory", "v_points", "v_gate", "v_metrics")
-    with filled.engine.connect() as connection:
-        rows = {view: connection.execute(text(f"SELECT count(*) FROM {view}")).scalar() for view in views}
-    expected = {"v_scaling": 25, "v_throughput": 8, "v_memory": 9, "v_points": 11, "v_gate": 0, "v_metrics": 33}
-    assert rows == expected
 
 
 def test_the_documented_queries_run(filled: Store):

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from sqlalchemy import text
 
 from jobs.schema.states import PointState
-from orchestrator.store import Store, StoreError, exporter, queries
-from orchestrator.store.records import OutcomeRecord, Record, SeriesRecord, StartRecord
+from orchestrator.store import Store, exporter, queries
+from orchestrator.store.records import Record, SeriesRecord
 
 RUN = "20261120-120000-demo-abcd"
 T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -71,30 +71,6 @@ def test_steps_that_are_done_again_have_their_latest_samples_which_come_last(fai
     assert queries.series(failed, FAILED, attempt=1, most=3)["step"].tolist()[-1] == 4
 
 
-def test_a_later_attempt_has_series_of_its_own(failed: Store) -> None:
-    later = T0 + timedelta(days=1)
-    failed.apply_many(
-        [piece(0, 2), StartRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2), piece(0, 4, attempt=2)]
-    )
-    ended = OutcomeRecord(run_id=RUN, at=later, point_id=FAILED, attempt=2, state=PointState.OK)
-    failed.apply(ended)
-    assert [(row[1], bool(row[2])) for row in rows(failed)] == [(1, False)] * 2 + [(2, True)] * 4
-    assert len(queries.series(failed, FAILED)) == 6
-    assert list(queries.series(failed, FAILED, attempt=2)["step"]) == [0, 1, 2, 3]
-
-
-def test_history_gives_them_back(failed: Store) -> None:
-    told = [piece(0, 1500), piece(0, 2, rank=1), piece(0, 1, name="speed", unit="tok/s", attempt=2)]
-    failed.apply_many(told)
-    again = [record for record in exporter.records(failed, RUN) if isinstance(record, SeriesRecord)]
-    assert [len(record.steps) for record in again] == [1000, 500, 2, 1]
-    assert again[0].steps + again[1].steps == told[0].steps
-    assert again[0].times + again[1].times == told[0].times
-    assert again[0].values + again[1].values == told[0].values
-    kept = {name: getattr(told[2], name) for name in SeriesRecord.model_fields if name != "at"}
-    assert {name: getattr(again[3], name) for name in kept} == kept
-
-
 def test_a_read_can_be_thinned_to_samples_evenly_spaced_with_the_last(failed: Store) -> None:
     failed.apply_many([piece(0, 1000), piece(0, 7, rank=1)])
     frame = queries.series(failed, FAILED, attempt=1, most=100)
@@ -102,12 +78,6 @@ def test_a_read_can_be_thinned_to_samples_evenly_spaced_with_the_last(failed: St
     assert many == [*range(0, 1000, 10), 999]
     assert frame.loc[frame["rank"] == 1, "step"].tolist() == list(range(7))
     assert frame["at"].iloc[1] == T0 + timedelta(seconds=1.25)
-
-
-def test_series_of_an_unknown_point_are_refused(failed: Store) -> None:
-    with pytest.raises(StoreError, match="is not in the database"):
-        failed.apply_many([piece(0, 3), piece(0, 1, point_id=f"{RUN}/99"), piece(3, 1)])
-    assert rows(failed) == []
 
 
 @pytest.mark.parametrize(
