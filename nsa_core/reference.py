@@ -88,8 +88,8 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     """Softmax over the visible entries; zeros, and not NaN, in rows that see none."""
-    hidden = torch.finfo(scores.dtype).min
-    return torch.softmax(scores.masked_fill(~visible, hidden), -1) * visible
+    least = torch.finfo(scores.dtype).min
+    return torch.softmax(scores.masked_fill(~visible, least), -1).masked_fill(~visible, 0)
 
 
 def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -118,11 +118,15 @@ def _importance(p: Tensor, kv_heads: int, seq_len: int, config: NSAConfig) -> Te
     shared = sum(per_head[1:], per_head[0])  # [B,Hkv,S,N]
     scores = p.new_zeros(batch, kv_heads, rows, config.slc_blocks(seq_len))
     for j in range(scores.shape[-1]):
-        for i in range(tokens):
-            overlap = _overlap(i, j, config)
-            if overlap > 0:
-                scores[..., j] += shared[..., i] * (overlap / config.cmp_stride)
+        for i in _overlapping(j, tokens, config):
+            scores[..., j] += shared[..., i] * (_overlap(i, j, config) / config.cmp_stride)
     return scores
+
+
+def _overlapping(j: int, tokens: int, config: NSAConfig) -> range:
+    """Compressed tokens that share tokens with selection block j."""
+    start, end = j * config.slc_block, (j + 1) * config.slc_block
+    return range(max(0, (start - config.cmp_block) // config.cmp_stride + 1), min(tokens, end // config.cmp_stride))
 
 
 def _overlap(i: int, j: int, config: NSAConfig) -> int:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._inputs import without_autocast
 from ..config import NSAConfig
 from ..routes import note
-from . import _pieces, _selection
-from ._pieces import ChunkedBranch, Piece
-from .chunks import CallShape, operand_dtype
+from . import _selection, chunks
+from .chunks import CallShape, ChunkedBranch, Piece, operand_dtype
 
 _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 
@@ -38,7 +38,7 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    branch = _pieces.compressed(CallShape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = chunks.compressed(CallShape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
     return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
 
 
@@ -46,7 +46,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    branch = _pieces.compressed(CallShape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = chunks.compressed(CallShape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
         keys = branch.heads_first(k_cmp)
@@ -64,7 +64,7 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    branch = _pieces.selected(CallShape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
+    branch = chunks.selected(CallShape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, blocks, branch, scale)
 
 
@@ -76,7 +76,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
     """Attention over the last `window` positions, for callers that note the route themselves."""
-    branch = _pieces.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
+    branch = chunks.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, None, branch, scale)
 
 
@@ -125,7 +125,7 @@ class _Attend(torch.autograd.Function):
         dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
         accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (keys, values))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             for piece in branch.pieces(blocks, True):
                 rows, key, value = _rows(q, piece, kv_heads), branch.read(keys, piece), branch.read(values, piece)
                 p = _probabilities(rows, key, piece, ctx.scale)

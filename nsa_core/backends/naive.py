@@ -88,7 +88,8 @@ def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tenso
     """Softmax over the visible keys [B,Hq,S,T]; zeros in rows that see none."""
     scores = q.transpose(1, 2) @ _expand(k, q.shape[2]).transpose(-1, -2) * scale
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.softmax(wide.masked_fill(~visible, torch.finfo(wide.dtype).min), -1) * visible
+    hidden = ~visible
+    return torch.softmax(wide.masked_fill(hidden, torch.finfo(wide.dtype).min), -1).masked_fill(hidden, 0)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, visible: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Predicted memory of a configuration, tensor by tensor, before anything is allocated."""
+"""Predicted memory of a configuration, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ..config import NSAConfig
 from ..errors import InputError
 from ..functional import BRANCHES
 from ..model import ModelConfig
-from .footprint import footprint, unpredicted
-from .ledger import Ledger
+from .ledger import Ledger, Sizes
 from .model import Model
-from .sizes import Sizes
+from .operator import operator_of, unpredicted
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def estimate_attention(
     """
     sizes = Sizes(batch, seq_len, query_heads, kv_heads, head_dim, dtype, device)
     gates = 0 if implementation == "dense" else sizes.gates
-    operator, ledger = footprint(implementation, sizes, config, compresses=True), Ledger()
+    operator, ledger = operator_of(implementation, sizes, config, compresses=True), Ledger()
     ledger.hold("activations", gates)
     operator.forward(ledger, backward)
     if backward:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..model import LOSS_ROWS, ModelConfig
-from .footprint import Footprint, footprint
-from .ledger import Ledger
-from .sizes import Sizes
+from .ledger import Ledger, Sizes
+from .operator import Operator, operator_of
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ class Model:
         return self.implementation != "dense"
 
     @property
-    def _operator(self) -> Footprint:
-        return footprint(self.implementation, self.sizes, self.config.nsa, compresses=False)
+    def _operator(self) -> Operator:
+        return operator_of(self.implementation, self.sizes, self.config.nsa, compresses=False)
 
     @property
     def _attention_parameters(self) -> int:

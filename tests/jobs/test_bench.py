@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._C._autograd import DeviceType
-from travelling import CPU, H200, HEADS, NSA, QUICK, quiet, values_of
+from travelling import CPU, HEADS, NSA, QUICK, quiet, values_of
 
 from jobs import bench as stages
 from jobs.bench import Kernel, ProfileError, Spec, by_stage, measure, summarize_stages
-from jobs.specs.load import load_spec
 from nsa_core.kernels.runtime.launch import Started
 
 SMALL = {
@@ -28,20 +26,6 @@ SMALL = {
     "nsa": NSA,
     "timing": QUICK,
 }
-BENCH = Path(__file__).parents[2] / "jobs" / "configs" / "bench.yaml"
-
-
-def test_the_ready_spec_is_the_table_of_the_design_with_stages_last() -> None:
-    points = load_spec(BENCH).points(H200)
-    timed = [point for point in points if point.config["profiles"] is None]
-    assert points[: len(timed)] == timed
-    assert {p.axes.seq_len for p in points} == {2048, 8192, 16384, 32768, 65536, 131072}
-    assert {p.axes.batch for p in points if p.axes.seq_len == 8192} == {4}
-    assert {p.axes.batch for p in points if p.axes.seq_len == 131072} == {1}
-    staged = points[len(timed) :]
-    assert {(point.axes.implementation, point.axes.pass_) for point in staged} == {("triton", "forward+backward")}
-    assert len(staged) == 3 * 6
-    assert len({point.key("code", H200) for point in points}) == len(points)
 
 
 def _launches(*kernels: str, stage: str = "merge") -> list[Started]:

@@ -33,13 +33,6 @@ def test_the_search_ends_where_both_neighbours_pass(frontier: tuple[int, int]) -
         assert len(corners) > 1 or len(set(asked)) <= 2 + 2 + 3  # the largest, a neighbour, and the halvings of 4 and 5
 
 
-def test_the_search_does_not_rest_on_larger_sizes_failing() -> None:
-    failing = {(3, 3), (1, 2), (1, 1), (0, 0)}
-    found = smallest_failing(lambda *place: place in failing, 4, 4)
-    assert found in failing
-    assert not {(found[0] - 1, found[1]), (found[0], found[1] - 1)} & failing
-
-
 def _spec(**changes: Any) -> backward.Spec:
     case = {"preset": "tiny", "layers": [4, 1, 2], "lengths": [64, 128]}
     data = {"kind": "backward", "name": "t", "implementations": ["chunked"], "cases": [case], "bisect": {"size_s": 200}}
@@ -72,14 +65,6 @@ def test_a_search_names_the_smallest_size_that_fails() -> None:
     )
 
 
-def test_nothing_failed_is_no_warning() -> None:
-    (tried,), (point,) = searched(_spec(), CPU, _fails_from(99, 1))
-    assert (tried.axes.layers, tried.axes.seq_len) == (4, 128)
-    assert values(point) == {"sizes_tried": 1, "sizes_failed": 0}
-    assert point.conclusion is not None
-    assert point.conclusion.warning is None
-
-
 def test_a_lost_size_leaves_the_search_open() -> None:
     tried, conclusions = searched(_spec(), CPU, lambda point: (PointState.LOST, {}))
     assert (len(tried), conclusions) == (1, [])
@@ -98,8 +83,3 @@ def test_a_size_is_watched_and_not_timed() -> None:
     result = backward.measure(case.model_copy(update={"model": replace(case.model, layers=1)}), lambda *_: None)
     assert {metric.name for metric in result.metrics} == {"oracle_error", "oracle_error_bound"}
     assert "layers.json" in result.files
-
-
-def test_a_size_has_the_seconds_of_the_search_at_most() -> None:
-    assert _spec().deadlines.point_s == 200
-    assert _spec(bisect={"size_s": 1000}).deadlines.point_s == 900

@@ -92,16 +92,6 @@ def test_a_branch_that_launches_kernels_of_another_one_is_an_error(branch: Branc
             isolation._refuse_foreign(branch, "triton", set(), _stages(other))
 
 
-@pytest.mark.parametrize("backend", ["gather", "packed"])
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_a_forced_branch_runs_the_operations_of_its_backend_alone(backend: str, branch: Branch) -> None:
-    """A packed branch is attended by PyTorch's kernel, a gathered one by products of copies."""
-    settings = backend, NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
-    text = trace_branch(branch, *settings, backward=True)
-    assert ("scaled_dot_product" in text) == (backend == "packed")
-    assert ("index_select" in text) == (backend == "gather" or branch != "cmp")
-
-
 def test_a_backend_of_the_window_alone_has_points_there_alone() -> None:
     cuda = Machine("cuda", "NVIDIA H200", 140 * 2**30)
     points = _spec(backends=["flash", "chunked"], dtype="bfloat16", passes=["forward"]).points(cuda)

@@ -34,8 +34,8 @@ def _until(longest: int, rates: dict[int, float] | None = None) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("guess", range(5))
-@pytest.mark.parametrize("last", [None, 0, 2, 4])
+@pytest.mark.parametrize("guess", [0, 2, 4])
+@pytest.mark.parametrize("last", [None, 2, 4])
 def test_the_search_ends_at_the_last_that_fits(guess: int, last: int | None) -> None:
     tried: list[int] = []
 
@@ -59,21 +59,9 @@ def test_the_next_longer_one_is_shown_to_fail() -> None:
     assert (found["throughput"], found["peak_memory"]) == (5000, 7)
 
 
-def test_each_implementation_and_batch_has_a_search_of_its_own() -> None:
-    spec = _spec(implementations=["dense", "naive"], batches=[1, 2], checkpointing=[False, True])
-    _, conclusions = searched(spec, CPU, _until(64))
-    assert len({each.label for each in conclusions}) == 8
-
-
 def test_a_search_ends_without_a_conclusion_where_a_length_neither_fits_nor_runs_out_of_memory() -> None:
     tried, conclusions = searched(_spec(), CPU, lambda point: (PointState.HANG, {}))
     assert (len(tried), conclusions) == (1, [])
-
-
-def test_a_length_that_was_not_predicted_to_fit_is_not_said_to_be() -> None:
-    """A limit that holds the weights and the optimizer's state, and by the prediction no step of any length."""
-    _, (conclusion,) = searched(_spec(memory_gib=0.0015, lengths=[64]), CPU, _until(64))
-    assert (values(conclusion)["longest"], values(conclusion).get("longest_predicted")) == (64, None)
 
 
 def test_a_length_is_measured_within_an_enforced_limit(tmp_path: Path) -> None:
@@ -110,13 +98,6 @@ def test_a_length_too_slow_for_the_plan_does_not_count(rates: dict[int, float], 
     slow = "plan: no length that fits trains at the 1,000 tok/s that it needs; the fastest, S=64, at 999"
     assert point.conclusion is not None
     assert point.conclusion.warning == (None if expected else slow)
-
-
-def test_where_nothing_fits_the_shortest_is_named() -> None:
-    _, (point,) = searched(_spec(), CPU, _until(0))
-    assert values(point) == {"shortest_failed": 32, "longest_predicted": 128}
-    assert point.conclusion is not None
-    assert point.conclusion.warning == "lengths: 32: the shortest runs out of memory; give shorter ones"
 
 
 def test_a_limit_below_the_weights_alone_skips_the_point_with_the_arithmetic() -> None:

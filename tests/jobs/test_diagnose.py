@@ -18,7 +18,7 @@ from jobs.diagnosis.advice import Advice, Diagnosis, advise
 from jobs.diagnosis.rank_state import Memory, RankState, identity
 from jobs.diagnosis.text import describe
 from jobs.hardware import topology as module
-from jobs.hardware.topology import Gpu, Topology, members, ranges, topology
+from jobs.hardware.topology import Gpu, Topology, topology
 from jobs.schema.point import SHORT
 
 
@@ -57,11 +57,6 @@ def test_a_state_fits_into_one_write_and_a_torn_one_is_none() -> None:
     assert RankState.from_json(text[:-1]) is None
     assert RankState.from_json('{"rank": 0}') is None
     assert RankState.from_json("[]") is None
-
-
-def test_a_process_is_told_from_every_other_one() -> None:
-    assert identity(os.getpid()) != identity(os.getppid())
-    assert identity(2**30) is None
 
 
 def _rank(rank: int, **changes: Any) -> RankState:
@@ -114,19 +109,6 @@ def test_each_trouble_has_its_warning_with_a_fix(changes: dict[str, Any], what: 
     (found,) = advise(replace(SOUND, **changes))
     assert what in found.what
     assert fix in found.fix
-
-
-def test_variables_that_are_off_or_need_several_ranks_are_passed_over() -> None:
-    assert advise(replace(SOUND, variables={"NCCL_P2P_DISABLE": "0", "CUDA_LAUNCH_BLOCKING": ""})) == []
-    alone = replace(SOUND, ranks=[_rank(0)], variables={"NCCL_IB_DISABLE": "1"})
-    assert advise(alone) == []
-
-
-def test_ranges_and_their_members() -> None:
-    assert ranges([0, 1, 2, 3, 8]) == "0-3,8"
-    assert ranges([]) == ""
-    assert members("0-3,8") == {0, 1, 2, 3, 8}
-    assert members("") == set()
 
 
 def test_links_and_nodes_are_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,6 @@ def _case(behaviour: Behaviour) -> Case:
     return Case(behaviour=behaviour, number=1, slow_s=0.4, device="cpu")
 
 
-def test_points_come_in_order_with_unique_labels_and_a_skipped_one_has_its_reason() -> None:
-    points = Spec(kind="drill", name="t", behaviours=["ok", "skip", "ok"]).points(CPU)
-    assert [point.label for point in points] == ["ok", "skip", "ok 2"]
-    assert [point.skip_reason for point in points] == [None, "skipped on purpose", None]
-    assert len({point.key("code", CPU) for point in points}) == 3
-
-
 def test_slow_shows_progress_and_ends_well() -> None:
     beats: list[str] = []
     result = measure(_case("slow"), lambda phase, done=0, total=0: beats.append(phase))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +16,7 @@ from jobs.hardware import energy
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.measure.memory import GraphMemory
-from jobs.schema.point import Machine, Measurement, Point
+from jobs.schema.point import Measurement
 from jobs.train import Spec, measure
 from jobs.training import loop
 from jobs.training import parallel as parallel_model
@@ -136,32 +134,10 @@ def test_it_trains_in_each_precision_and_needs_the_memory_that_was_predicted(tex
     assert abs(found["estimate_error"]) < 10
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_auto_on_a_gpu_predicts_the_kernels_memory(text: Path) -> None:
-    def point(gib: float, **changes: Any) -> Point:
-        spec = _spec(text, preset="m7c_125m", precision="bfloat16", seq_len=2048, batch=16, **changes)
-        return spec.points(Machine("cuda", "card", int(gib * 2**30)))[0]
-
-    plain, saving = point(8), point(8, checkpointing=True)
-    assert (plain.axes.implementation, saving.skip_reason) == ("triton", None)
-    assert "lower batch or turn checkpointing on" in str(plain.skip_reason)
-    assert saving.estimate_bytes is not None
-
-
 def test_an_infinite_or_nan_loss_is_an_error(text: Path) -> None:
     wild = _spec(text, optimizer={"warmup_steps": 0, "learning_rate": 1e30, "grad_clip": 1e30})
     with pytest.raises(Diverged, match=r"loss (nan|inf) at step \d+; lower optimizer\.learning_rate"):
         _train(wild)
-
-
-def test_a_last_step_that_ruins_the_model_is_found_by_the_heldout_loss(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "jobs.training.loop.learning_rate", lambda spec, step, steps: math.nan if step == steps - 1 else 1e-3
-    )
-    with pytest.raises(Diverged, match=r"loss nan on held-out text; lower optimizer\.learning_rate"):
-        _train(_spec(text, steps=5))
 
 
 def test_attention_that_is_wrong_is_not_trained_with(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,22 +192,6 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     assert sides == {0, 2}, "else this tests nothing"
 
 
-def test_a_copy_of_a_training_file_never_lands_in_the_held_out_part(text: Path, tmp_path: Path) -> None:
-    """Wherever the copy lies and whatever its name: the split knows contents alone."""
-    for file in text.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = load_corpus(tmp_path, 0.2, 48)
-    trained = set(bytes(before.train.tolist()).split(b"\0"))
-    (tmp_path / "elsewhere").mkdir()
-    copied = [file for file in text.iterdir() if file.read_bytes() in trained]
-    assert len(copied) > 20
-    for number, file in enumerate(copied):
-        (tmp_path / "elsewhere" / f"heldout-{number}.md").write_bytes(file.read_bytes())
-    after = load_corpus(tmp_path, 0.2, 48)
-    assert bytes(after.heldout.tolist()) == bytes(before.heldout.tolist())
-    assert len(after.train) == 2 * len(before.train)
-
-
 def test_targets_are_the_tokens_one_later(text: Path) -> None:
     corpus = load_corpus(text, 0.2, 48)
     tokens, targets = next(corpus.batches(3, 48, seed=0))
@@ -251,12 +211,6 @@ def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Pa
         ValueError, match=r"held-out part is empty, as the contents of its 2 files put all .* one alone"
     ):
         load_corpus(tmp_path, 0.1, 16)
-
-
-def test_the_default_corpus_is_on_this_machine() -> None:
-    corpus = load_corpus(None, 0.1, 1024)
-    assert corpus.files > 300
-    assert 0.02 < len(corpus.heldout) / (len(corpus.train) + len(corpus.heldout)) < 0.3
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])

@@ -15,14 +15,10 @@ SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=2
     ("field", "value"),
     [
         ("cmp_block", 0),
-        ("cmp_stride", -16),
         ("slc_block", 64.0),
-        ("slc_count", True),
         ("init_blocks", -1),
-        ("window", 0),
         ("compress", "max"),
         ("slots", "12-bit"),
-        ("slots", ["packed"]),
         ("cmp_stride", 5),
         ("cmp_block", 128),
         ("slc_count", 2),
@@ -33,18 +29,6 @@ def test_a_wrong_value_is_named_with_its_fix(field, value):
         NSAConfig(**{field: value})
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
-
-
-def test_defaults_are_the_papers():
-    config = NSAConfig()
-    assert (config.cmp_block, config.cmp_stride, config.slc_block, config.slc_count) == (32, 16, 64, 16)
-    assert (config.init_blocks, config.local_blocks, config.window, config.compress) == (1, 2, 512, "mean")
-
-
-def test_counts_of_tokens_and_blocks():
-    config = NSAConfig()
-    assert [config.cmp_tokens(n) for n in (1, 31, 32, 47, 48, 2048)] == [0, 0, 1, 1, 2, 127]
-    assert [config.slc_blocks(n) for n in (1, 64, 65, 2048)] == [1, 1, 2, 32]
 
 
 def test_errors_survive_pickling():
@@ -94,31 +78,18 @@ def test_wrong_operands_are_named(name):
     ("change", "field"),
     [
         ({"k": torch.randn(1, 20, 3, 8), "v": torch.randn(1, 20, 3, 8)}, "k"),
-        ({"k": torch.randn(1, 19, 2, 8), "v": torch.randn(1, 19, 2, 8)}, "k"),
         ({"v": torch.randn(1, 18, 2, 8)}, "v"),
         ({"k": (torch.randn(1, 20, 2, 8),) * 2}, "k"),
         ({"v": tuple(torch.randn(1, 20, 2, dim) for dim in (8, 4, 8))}, "v"),
         ({"q": torch.ones(1, 20, 4, 8, dtype=torch.int64)}, "q"),
-        ({"q": torch.randn(1, 0, 4, 8)}, "q"),
         ({"q": torch.randn(1, 20, 4, 8).to(torch.float8_e5m2)}, "q"),
-        ({"gates": torch.rand(1, 20, 4, 3).to(torch.float8_e5m2)}, "gates"),
-        ({"branches": ()}, "branches"),
         ({"branches": ("win", "win")}, "branches"),
         ({"backend": {"slc": "chunked"}, "branches": ("win",)}, r"backend\['slc'\]"),
         ({"backend": {"win": "nowhere"}}, "backend"),
-        ({"backend": 5}, "backend"),
-        ({"backend": {"win": ["chunked"]}}, "backend"),
-        ({"branches": 5}, "branches"),
-        ({"branches": [["win"]]}, "branches"),
         ({"config": NSAConfig(compress="mlp")}, "compress"),
-        ({"config": {}}, "config"),
         ({"gates": None}, "gates"),
         ({"q": np.ones((1, 20, 4, 8))}, "q"),
-        ({"k": np.ones((1, 20, 2, 8))}, "k"),
-        ({"k_cmp": np.ones((1, 4, 2, 8))}, "k_cmp"),
-        ({"scale": "a"}, "scale"),
         ({"scale": float("nan")}, "scale"),
-        ({"scale": True}, "scale"),
     ],
 )
 def test_more_wrong_operands_are_named(change, field):

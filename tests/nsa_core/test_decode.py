@@ -11,7 +11,7 @@ import torch
 import nsa_core.decode
 import nsa_core.layer
 from nsa_core import InputError, NSAConfig
-from nsa_core.cache import Appended, NSACache, Recent
+from nsa_core.cache import NSACache
 from nsa_core.layer import DenseAttention, NativeSparseAttention
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
@@ -51,24 +51,11 @@ def test_steps_give_what_prefill_gives(name: str) -> None:
     torch.testing.assert_close(in_steps(layer, x, []), layer(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("prefill", [1, 3, 7, 8, 9, 11, 12, 40, 63, 64, 65, LENGTH - 1])
+@pytest.mark.parametrize("prefill", [1, 7, 8, 40, 65, LENGTH - 1])
 @torch.no_grad()
 def test_prefill_of_any_length_is_continued(prefill: int) -> None:
     layer, x = layer_of(SMALL), torch.randn(2, LENGTH, 24, dtype=torch.float64)
     torch.testing.assert_close(in_steps(layer, x, [prefill]), layer(x), rtol=1e-10, atol=1e-12)
-
-
-@torch.no_grad()
-def test_several_tokens_may_follow_a_prefill() -> None:
-    layer, x = layer_of(CONFIGS["learned"]), torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    torch.testing.assert_close(in_steps(layer, x, [20, 45]), layer(x), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 1), (6, 3)])
-@torch.no_grad()
-def test_steps_with_other_groups_of_heads(heads: int, kv_heads: int) -> None:
-    layer, x = layer_of(SMALL, heads, kv_heads), torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    torch.testing.assert_close(in_steps(layer, x, [30]), layer(x), rtol=1e-10, atol=1e-12)
 
 
 @torch.no_grad()
@@ -98,14 +85,6 @@ def test_generate_takes_the_likeliest_token_of_every_step() -> None:
     for _ in range(12):
         expected = torch.cat((expected, model(expected)[:, -1].argmax(-1, keepdim=True)), 1)
     assert torch.equal(model.generate(tokens, 12), expected)
-
-
-@torch.no_grad()
-def test_sampling_follows_the_generator() -> None:
-    model, tokens = NSATransformer(PRESETS["tiny"]), torch.zeros(1, 5, dtype=torch.long)
-    draws = [model.generate(tokens, 8, temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
 
 
 @torch.no_grad()
@@ -179,15 +158,6 @@ def test_a_dtype_other_than_the_caches_is_refused(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_prefill_that_fails_leaves_the_cache_empty() -> None:
-    layer, x = layer_of(SMALL), torch.randn(1, 20, 24, dtype=torch.float64)
-    layer.backend, cache = "nobody", layer.new_cache()
-    with pytest.raises(InputError, match=r"^backend: 'nobody'"):
-        layer(x, cache)
-    assert cache.length == 0
-
-
-@torch.no_grad()
 def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
     """Replays of a graph may go beyond the capacity: here a token completes the 65th where there is room for 64."""
     layer, capacity = layer_of(CONFIGS["learned"]), 263
@@ -197,20 +167,3 @@ def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
     assert before.shape[1] == SMALL.cmp_tokens(capacity) == SMALL.cmp_tokens(capacity + 1) - 1
     nsa_core.decode._store_learned(cache, layer._compress)
     assert torch.equal(cache.k_cmp.buffer, before)
-
-
-def test_appended_tokens_keep_their_order_over_growth() -> None:
-    held, x = Appended(multiple=4), torch.randn(2, 23, 1, 3)
-    for part in x.split([1, 5, 0, 1, 16], 1):
-        held.append(part)
-    assert torch.equal(held.values(), x)
-    assert torch.equal(held.blocks().flatten(1, 2)[:, :23], x)
-    assert held.blocks().flatten(1, 2)[:, 23:].eq(0).all()
-
-
-@pytest.mark.parametrize("parts", [[1] * 11, [7, 1, 3], [11], [2, 9]])
-def test_recent_holds_the_last_tokens(parts: list[int]) -> None:
-    held, x = Recent(4), torch.arange(11.0).view(1, 11, 1, 1)
-    for part in x.split(parts, 1):
-        held.append(part)
-    assert sorted(held.values().flatten().tolist()) == [7, 8, 9, 10]

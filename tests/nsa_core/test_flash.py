@@ -28,8 +28,7 @@ from nsa_core.backends import _providers, chunked, flash
 from nsa_core.backends._providers import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
-A100, H200, B200 = (8, 0), (9, 0), (10, 0)
-NO_PACKAGES = _providers.lacking({})
+H200 = (9, 0)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:
@@ -137,7 +136,7 @@ def _assert_near(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (12, 20)])
-@pytest.mark.parametrize(("rows", "window"), [(70, 1), (70, 24), (70, 69), (5, 24), (5, None), (1, 3)])
+@pytest.mark.parametrize(("rows", "window"), [(70, 1), (70, 69), (5, 24), (5, None), (1, 3)])
 def test_windows_and_last_rows_agree_with_the_reference(provider, make_case, rows, window, dim, value_dim):
     case = make_case(70, batch=2, dim=dim, value_dim=value_dim, rows=rows, dtype=BF16)
     exact = case.to(torch.float64)
@@ -174,14 +173,6 @@ def test_packed_sequences_are_computed_at_once(provider, make_case, window):
     _assert_near([got], [want])
     with pytest.raises(InputError, match=r"cu_seqlens: \[0, 71\]"):
         dense_attention(*packed, cu_seqlens=torch.tensor([0, 71]))
-
-
-def test_whole_sequences_go_through_flash_attn_4_on_hopper(asked, make_case):
-    case = make_case(70, dtype=BF16)
-    with routes.capture() as runs:
-        got = dense_attention(*case.leaves[:3])
-    assert [run.kernel for run in runs] == ["flash-attn-4"]
-    _assert_near([got], [dense_attention(*(x.double() for x in case.leaves[:3]))])
 
 
 def test_kernels_are_deterministic_where_pytorch_must_be(asked, make_case):

@@ -28,7 +28,7 @@ def relative_error(actual, expected):
 
 
 @pytest.mark.usefixtures("many_chunks")
-@pytest.mark.parametrize("tokens", [1, 7, 33, 130])
+@pytest.mark.parametrize("tokens", [1, 33, 130])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 16, 16), (6, 1, 16, 24), (3, 3, 32, 16)])
 def test_gradients_agree_with_the_oracle(fast_backend, make_case, config, tokens, heads, kv_heads, dim, value_dim):
     case = make_case(tokens, heads, kv_heads, dim, value_dim, batch=2)
@@ -38,20 +38,6 @@ def test_gradients_agree_with_the_oracle(fast_backend, make_case, config, tokens
     for name, got, want in zip(NAMES, actual, expected, strict=False):
         assert got.dtype == torch.float32
         assert relative_error(got, want) < 2e-5, name
-
-
-@pytest.mark.usefixtures("many_chunks")
-def test_gradients_of_given_compressed_keys_and_values(fast_backend, make_case, config):
-    case = make_case(130, dtype=torch.float64)
-    given = [compress(x, config).detach().requires_grad_() for x in (case.k, case.v)]
-
-    def run(name):
-        return lambda: nsa_attention(*case.leaves, config, k_cmp=given[0], v_cmp=given[1], backend=name)
-
-    leaves = [*case.leaves, *given]
-    pairs = zip(NAMES, gradients(leaves, run(fast_backend)), gradients(leaves, run("reference")), strict=True)
-    for name, got, want in pairs:
-        assert relative_error(got, want) < 1e-12, name
 
 
 @pytest.mark.usefixtures("many_chunks")

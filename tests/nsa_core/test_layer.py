@@ -43,12 +43,6 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     torch.testing.assert_close(products[0], products[1], rtol=1e-9, atol=1e-12)
 
 
-def test_rotation_keeps_far_positions_apart_in_bfloat16() -> None:
-    cos, _ = angles(torch.tensor([65_535, 65_536]), 64, 10_000.0, torch.bfloat16)
-    assert cos.dtype == torch.float32
-    assert not torch.equal(cos[0], cos[1])
-
-
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
 def test_layer_agrees_with_the_papers_formulas(compress: str) -> None:
     """Compared with projections, rotation, compression before rotation, gates and output written out here."""
@@ -80,14 +74,6 @@ def _phi(phi: LearnedCompression, block: torch.Tensor) -> torch.Tensor:
     return hidden @ phi.down.weight.T + phi.down.bias
 
 
-def test_learned_compression_tells_places_in_a_block_apart() -> None:
-    torch.manual_seed(0)
-    phi, x = LearnedCompression(SMALL, 8), torch.randn(1, 8, 2, 8)
-    assert phi(x).shape == (1, 1, 2, 8)
-    assert not torch.allclose(phi(x), phi(x.flip(1)))
-    assert phi(x[:, :7]).shape == (1, 0, 2, 8)
-
-
 @pytest.mark.parametrize("cmp_block", [4, 8, 12])
 def test_learned_compression_is_the_mlp_of_every_unfolded_block(cmp_block: int) -> None:
     """Blocks without overlap, and with one and two shared strides; a tail shorter than a block."""
@@ -115,14 +101,6 @@ def test_backends_give_the_layer_the_same_output_and_gradients(compress: str, ba
         results.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_every_parameter_learns() -> None:
-    layer = layer_of("mlp")
-    layer(torch.randn(1, 45, 24, dtype=torch.float64)).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("win", "cmp")])
@@ -161,7 +139,7 @@ def test_a_layer_of_some_branches_does_not_decode() -> None:
 
 
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
+@pytest.mark.parametrize("length", [1, 7, 8, 33])
 @torch.no_grad()
 def test_short_sequences(compress: str, length: int) -> None:
     layer, x = layer_of(compress), torch.randn(2, 40, 24, dtype=torch.float64)

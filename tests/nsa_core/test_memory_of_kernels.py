@@ -19,7 +19,7 @@ from nsa_core import NSAConfig, nsa_attention
 from nsa_core.backends import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
-from nsa_core.memory.allocations import Allocations
+from nsa_core.memory.operator import Allocations
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -154,15 +154,15 @@ def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
 @needs_triton
 def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_core.kernels.runtime import tiles
-    from nsa_core.memory import kernels
+    from nsa_core.memory import operator as kernels
 
     shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
     found = {}
     for capability in (80, 90):
-        kernels._trace_of.cache_clear()
+        kernels._trace.cache_clear()
         monkeypatch.setattr(tiles, "capability", lambda device, capability=capability: capability)
         found[capability] = [estimate(4096, **shape, backward=backward).extra for backward in (False, True)]
-    kernels._trace_of.cache_clear()
+    kernels._trace.cache_clear()
     packed = 3072 * 4 * 13 * (128 * 2 - 48 * 4 - 4)  # less: 13 slots a row and head of one group, which is a chunk
     assert found[80][0] - found[90][0] == 4096 * 8 * (128 * 2 + 4) + packed  # the output, and its log-sum-exps
     assert found[80][1] - found[90][1] == packed
@@ -177,7 +177,7 @@ def test_sizes_on_a_gpu_are_rounded_as_its_allocator_does() -> None:
 @needs_triton
 def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [estimate(2**17, batch=batch) for batch in (1, 3)]
-    monkeypatch.setattr("nsa_core.memory.kernels._LONGEST", 2**16)  # half of it is beyond the least of any buffer
+    monkeypatch.setattr("nsa_core.memory.operator._LONGEST", 2**16)  # half of it is beyond the least of any buffer
     for batch, traced in zip((1, 3), whole, strict=True):
         assert estimate(2**17, batch=batch).extra == pytest.approx(traced.extra, rel=0.02)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from nsa_core.errors import InputError
 from nsa_core.loss import IGNORED
-from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 
 TINY = PRESETS["tiny"]
@@ -31,11 +31,6 @@ def test_m7c_has_the_parameters_that_its_name_says() -> None:
     attention = 768 * (768 + 3 * 128 + 3 * 128 + 768) + (768 + 1) * 36
     layer = attention + 3 * 768 * 2_304 + 2 * 768
     assert sum(p.numel() for p in model.parameters()) == 50_304 * 768 + 12 * layer + 768 == 123_919_536
-
-
-def test_untied_head_has_its_own_weights() -> None:
-    tied, untied = (sum(p.numel() for p in model_of(tie_embeddings=tie).parameters()) for tie in (True, False))
-    assert untied - tied == 256 * 64
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
@@ -103,20 +98,6 @@ def test_checkpointing_keeps_loss_and_gradients_to_the_bit(attention: str) -> No
         assert torch.equal(actual, expected)
 
 
-def test_checkpointing_effective_describes_the_last_pass() -> None:
-    model, tokens = model_of(checkpointing=True), torch.randint(256, (1, 20))
-    assert not model.checkpointing_effective
-    model(tokens)
-    assert model.checkpointing_effective
-    with torch.no_grad():
-        model(tokens)
-    assert not model.checkpointing_effective
-    model.eval()(tokens)
-    assert not model.checkpointing_effective
-    model.train()(tokens, cache=model.new_cache())
-    assert not model.checkpointing_effective
-
-
 def test_checkpointing_computes_the_blocks_again() -> None:
     tokens = torch.randint(256, (1, 40))
     model = model_of(checkpointing=True)
@@ -145,33 +126,13 @@ def test_a_few_steps_lower_the_loss(attention: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_backend_reaches_every_layer() -> None:
-    with capture() as runs, torch.no_grad():
-        model_of(backend="naive")(torch.randint(256, (1, 30)))
-    assert {run.kernel for run in runs} == {"naive"}
-    assert [run.branch for run in runs].count("slc") == TINY.layers
-
-
-def test_bfloat16_stays_near_float32() -> None:
-    model, tokens = model_of(), torch.randint(256, (1, 80))
-    with torch.no_grad():
-        expected = model(tokens)
-        actual = model.bfloat16()(tokens)
-    assert actual.dtype == torch.bfloat16
-    assert (actual.float() - expected).norm() / expected.norm() < 0.03
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"layers": 0}, "layers"),
-        ({"vocab_size": -1}, "vocab_size"),
         ({"kv_heads": 3}, "kv_heads"),
-        ({"head_dim": 15}, "head_dim"),
         ({"attention": "sparse"}, "attention"),
         ({"attention": "dense", "backend": "naive"}, "backend"),
-        ({"rope_theta": 0.0}, "rope_theta"),
-        ({"branches": ()}, "branches"),
         ({"branches": ("win", "selected")}, "branches"),
         ({"attention": "dense", "branches": ("win",)}, "branches"),
     ],
@@ -179,14 +140,3 @@ def test_bfloat16_stays_near_float32() -> None:
 def test_impossible_models_are_named(changes: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"^{field}: "):
         replace(TINY, **changes)  # type: ignore[arg-type]
-
-
-def test_branches_come_back_from_json_in_order() -> None:
-    config = replace(TINY, branches=["win", "cmp"])  # type: ignore[arg-type]
-    assert config.branches == ("cmp", "win")
-    assert NSATransformer(config).blocks[0].attention.branches == ("cmp", "win")  # type: ignore[union-attr]
-
-
-def test_presets_are_models() -> None:
-    assert set(PRESETS) == {"tiny", "m7c_125m"}
-    assert all(isinstance(config, ModelConfig) for config in PRESETS.values())

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nsa_core import NSAConfig, available_backends, compress, dense_attention, nsa_attention, routes, select_blocks
+from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, routes, select_blocks
 from nsa_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("many_chunks")
-LENGTHS = [1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 131]
+LENGTHS = [1, 7, 8, 17, 64, 131]
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -28,14 +28,14 @@ def test_backends_agree_with_the_oracle_at_any_length(fast_backend, make_case, c
     assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("ratio", [1, 3, 6, 16])
 def test_group_sizes(fast_backend, make_case, config, ratio):
     case = make_case(90, heads=2 * ratio, kv_heads=2)
     expected = nsa_attention(*case.leaves, config, backend="reference")
     assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (64, 96), (96, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (96, 64), (192, 128), (256, 256)])
 def test_head_dims(fast_backend, make_case, config, dim, value_dim):
     case = make_case(90, dim=dim, value_dim=value_dim)
     out = nsa_attention(*case.leaves, config, backend=fast_backend)
@@ -78,16 +78,7 @@ def test_selected_equals_dense_while_every_block_is_selected(backend, make_case,
     assert_close(out, dense_attention(case.q, case.k, case.v))
 
 
-def test_window_equals_dense_when_it_covers_everything(backend, make_case):
-    case = make_case(100)
-    ones = torch.ones_like(case.gates)
-    for window in (100, 1000):
-        config = NSAConfig(window=window)
-        out = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend=backend)
-        assert_close(out, dense_attention(case.q, case.k, case.v))
-
-
-@pytest.mark.parametrize("window", [1, 2, 24, 99])
+@pytest.mark.parametrize("window", [1, 24, 99])
 def test_window_sees_exactly_its_positions(backend, make_case, window):
     case = make_case(100)
     config, ones = NSAConfig(window=window), torch.ones_like(case.gates)
@@ -158,7 +149,7 @@ def test_packed_equals_separate(backend, make_case, config):
     assert torch.equal(means, torch.cat([compress(one[1], config)[0] for one in singles]))
 
 
-@pytest.mark.parametrize("longest", [70, 100, 500])
+@pytest.mark.parametrize("longest", [70, 500])
 def test_packed_at_once_equals_one_by_one(backend, make_case, config, longest):
     lengths = [1, 5, 8, 70, 40]
     case = make_case(sum(lengths))
@@ -176,15 +167,6 @@ def test_packed_at_once_equals_one_by_one(backend, make_case, config, longest):
     for got, want in zip(*results, strict=True):
         assert_close(got, want)
     assert torch.equal(results[0][-1], results[1][-1])
-
-
-def test_short_packed_sequences_without_compressed_tokens(make_case, config):
-    case = make_case(9)
-    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    packed = [x[0] for x in case.leaves]
-    none = packed[1][:0]
-    out = nsa_attention(*packed, config, k_cmp=none, v_cmp=none, cu_seqlens=bounds, max_seqlen=9)
-    assert_close(out, nsa_attention(*packed, config, cu_seqlens=bounds))
 
 
 @pytest.mark.parametrize("longest", [None, 70])
@@ -304,15 +286,6 @@ def test_a_backend_for_each_branch(make_case, config):
     assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
 
 
-def test_available_backends_name_all():
-    on_cpu = available_backends(torch.device("cpu"), torch.float32)
-    assert [name for name, reason in on_cpu.items() if reason is None and name != "triton"] == [
-        "reference", "naive", "chunked", "gather", "packed"
-    ]  # fmt: skip
-    on_meta = available_backends(torch.device("meta"), torch.float32)
-    assert all("meta" in str(on_meta[name]) for name in ("chunked", "packed"))
-
-
 def test_compress_is_the_mean_of_each_block(make_case):
     config = NSAConfig(cmp_block=12, cmp_stride=4, slc_block=16)
     x = make_case(43, batch=2).k
@@ -331,9 +304,7 @@ def test_autocast_takes_its_dtype(make_case, config):
     assert errors(out, nsa_attention(*case.leaves, config, backend="reference")) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 16), (6, 2, 16, 24), (4, 2, 24, 16)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 24), (4, 2, 24, 16)])
 def test_dense_attention_is_causal_and_names_its_kernel(make_case, heads, kv_heads, dim, value_dim):
     case = make_case(50, heads, kv_heads, dim, value_dim)
     config, ones = NSAConfig(window=50), torch.ones_like(case.gates)

@@ -58,7 +58,7 @@ def test_importance_weighs_tokens_by_their_overlap(sizes):
 
 @pytest.mark.usefixtures("many_chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 7, 16, 100, 161])
+@pytest.mark.parametrize("tokens", [1, 16, 161])
 def test_backends_select_the_same(fast_backend, make_case, config, tokens, dtype):
     case = make_case(tokens, heads=6, batch=2, dtype=dtype)
     expected = select_blocks(case.q, case.k, config, backend="reference")
@@ -68,7 +68,7 @@ def test_backends_select_the_same(fast_backend, make_case, config, tokens, dtype
 
 
 @pytest.mark.usefixtures("many_chunks")
-@pytest.mark.parametrize("heads", [2, 6, 10])
+@pytest.mark.parametrize("heads", [2, 10])
 def test_ties_go_to_the_lower_index_on_every_backend(backend, config, heads):
     q, k = torch.zeros(1, 200, heads, 16), torch.ones(1, 200, 2, 16)
     last = select_blocks(q, k, config, backend=backend)[0, -1]
@@ -102,7 +102,7 @@ def test_equal_queries_in_a_group_select_as_one_of_them(backend, make_case, conf
 
 
 @pytest.mark.parametrize("name", ["naive", "chunked", "packed"])  # gather's selection is naive's
-@pytest.mark.parametrize("depth", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("depth", [0.1, 0.9])
 @pytest.mark.parametrize("tokens", [4096, 65536])
 def test_a_needles_block_is_selected(tokens, depth, name):
     config = NSAConfig()

@@ -71,15 +71,11 @@ ANCIENT = Driver("470.82.01", "11.4")
     ("build", "host", "fix"),
     [
         (Build("2.11.0+cu128", "12.8"), A100_HOST, None),  # any minor version
-        (Build("2.11.0+cu126", "12.6"), CARD, None),
         (Build("2.13.0+cu132", "13.2"), CARD, None),
-        (Build("2.13.0+cu130", "13.0"), None, None),
         (Build("2.13.0+cpu", None), None, None),
         (Build("2.11.0+cu130", "13.0"), A100_HOST, "build cu126 .*; or update the driver to 580 or newer$"),
         (Build("2.13.0+cpu", None), A100_HOST, "install PyTorch's build cu126"),
-        (Build("2.13.0+cpu", None), CARD, "install PyTorch's build cu130"),
         (Build("2.13.0+cpu", None), ANCIENT, "^update the driver to 580 or newer$"),
-        (Build("2.11.0+cu126", "12.6"), ANCIENT, "^update the driver to 580 or newer$"),
     ],
 )
 def test_a_build_runs_on_a_driver_of_its_major_version_or_newer_or_gets_a_fix(
@@ -108,15 +104,6 @@ def test_doctor_and_make_say_the_same(
     assert driver.main(["--warn"]) is None
     out, err = capsys.readouterr()
     assert (out, err) == ("", error.replace("error:", "warning:", 1) + "\n")
-
-
-def test_without_a_driver_there_is_no_warning(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(monkeypatch, None, None)
-    assert driver.main(["--warn"]) is None
-    assert capsys.readouterr().err == ""
-    assert (driver.main([]) or "").startswith("error: device: PyTorch sees no CUDA device here; run this on a GPU host")
 
 
 def test_a_usable_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,15 +71,12 @@ def test_every_kind_refuses_what_its_points_lack(kind: str) -> None:
             "nsa.slc_count: 4: changes nothing of branch win; leave it out, slots as well, or measure slc or all, too",
         ),
         (["flash"], ["win", "cmp"], {"cmp_block": 16}, "nsa.cmp_block: 16: changes nothing of branch win; "),
-        (["naive"], ["cmp", "win"], {"init_blocks": 0}, "nsa.init_blocks: 0: changes nothing of branch cmp or win; "),
         (
             *(["naive"], ["slc"], {"window": 32}),
             "nsa.window: 32: changes nothing of branch slc; leave it out, or measure win or all, too",
         ),
         (["naive"], ["cmp"], {"cmp_block": 128, "slc_block": 128}, None),  # which must not be shorter
         (["naive"], ["win"], {"cmp_block": 24, "cmp_stride": 12, "slc_block": 24}, "nsa.cmp_block: 24: changes"),
-        (["naive"], ["cmp", "all"], {"window": 32, "slc_count": 4}, None),
-        (["naive"], ["win"], {"slc_count": 16, "window": 32}, None),  # 16 is the default
         (["naive", "triton"], ["slc"], {"slots": "exact"}, None),
     ],
 )
@@ -93,10 +90,3 @@ def test_a_field_must_act_on_a_branch(
         parse_spec(data)
     else:
         assert _refused(data).startswith(message)
-
-
-def test_a_case_of_backward_has_its_branches() -> None:
-    case = {"preset": "tiny", "layers": [1], "lengths": [64], "branches": ["win"]}
-    data = {"kind": "backward", "name": "t", "implementations": ["chunked"], "nsa": {"slc_count": 4}}
-    assert _refused(data | {"cases": [case]}).startswith("nsa.slc_count: 4: changes nothing of branch win")
-    parse_spec(data | {"cases": [case, case | {"branches": ["slc"]}]})

@@ -49,3 +49,4 @@ def test_a_stored_spec_has_the_points_of_the_one_submitted(path: Path) -> None:
         except SpecError:  # a backend without this machine's packages, say
             continue
         assert keys(stored) == submitted
+        assert len(set(submitted)) == len(submitted)

@@ -215,15 +215,6 @@ def test_a_finished_training_is_not_repeated_and_other_code_begins_a_new_one(tex
     assert _steps(tmp_path) == [12, 8], "the new training's"
 
 
-def test_steps_of_other_code_count_neither_for_times_nor_unseen(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path, at=5, act=interrupt))
-    result = _train(text, Watching(tmp_path, key="other code"))
-    assert result.environment["training"]["steps_of_other_code"] == 6
-    assert "6 of other code" in by_name(result)["throughput"].method
-    assert len(by_name(result)["throughput"].samples) == 3, "6 of other code, 3 after the resume"
-
-
 # When it goes wrong
 
 
@@ -411,18 +402,3 @@ def test_a_file_of_the_first_rank_that_another_does_not_see_is_an_error_on_all(
     with pytest.raises(CheckpointError, match=r"node b does not see"):
         _check(tmp_path, TwoRanks(0, blind=("b",)))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_all_ranks_see_is_removed_and_one_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    first = TwoRanks(0)
-    _check(tmp_path / "new", first)
-    mark, _ = first.first
-    assert Path(mark).parent == tmp_path / "new"
-    assert list((tmp_path / "new").iterdir()) == []
-    Path(mark).touch()
-    _check(tmp_path / "new", TwoRanks(1, (mark, "a")))
-    (tmp_path / "file").touch()
-    unwritable = TwoRanks(0)
-    _check(tmp_path / "file", unwritable)
-    assert unwritable.first[0] is None
-    _check(tmp_path / "file", TwoRanks(1, (None, "a")))

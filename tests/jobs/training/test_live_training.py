@@ -150,9 +150,3 @@ def test_a_rank_samples_its_gpu_in_the_steady_steps_alone(
     assert meter.events[begin + 1 : end] == [("train", done) for done in range(WARM_UP + 1, STEPS)]
     assert "heldout loss" in {event[0] for event in meter.events[end:]}
     assert found.utilization == BUSY
-
-
-def test_a_single_rank_leaves_its_gpu_to_the_supervisor(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter()
-    assert _train(text, 1, meter, monkeypatch).utilization is None
-    assert meter.gpu_ids == []

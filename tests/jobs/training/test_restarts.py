@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from trainings import Keeping, small
 from travelling import travelled
 
@@ -26,7 +25,6 @@ from jobs.training import elastic
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
 from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
 from jobs.training.launch import RankWatch, run_ranks
-from jobs.training.live import LiveTraining
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -135,15 +133,6 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(
     assert isinstance(caught.value, Suspended) == ("--resume" in end)
 
 
-def test_ranks_are_not_started_after_sigterm(text: Path, tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
-    launcher = _Ends()
-    with pytest.raises(Suspended, match=r"before its ranks had begun"):
-        run_ranks(_case(text, restarts=3), _Told(launcher, tmp_path), stop)
-    assert launcher.stops == []
-
-
 def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
     launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
     with pytest.raises(RankFailed) as caught:
@@ -215,17 +204,6 @@ def test_a_rank_that_raised_is_named_and_not_the_one_that_was_killed_for_it(
     assert str(found).startswith("rank 1 of 2: RuntimeError: on purpose")
 
 
-def test_sigterm_while_ranks_start_ends_them_at_once(
-    text: Path, tmp_path: Path, started_ranks: Callable[[], list[psutil.Process]]
-) -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    with pytest.raises(Suspended) as caught:
-        measure(_case(text, steps=100_000, restarts=1), Keeping(tmp_path))
-    assert str(caught.value) == "SIGTERM ended the training before its ranks had begun: nsa submit SPEC --resume RUN"
-    assert not started_ranks()
-
-
 # Messages of ranks in the process that started them
 
 
@@ -259,15 +237,3 @@ def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: in
     if ranks == 2:
         assert found[3] == found[40] == 0
         assert found[99] == pytest.approx(50), "30 ms over the mean, 20 ms"
-
-
-def test_a_live_compute_time_is_the_mean_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(0.25 * step for step in range(100))
-    monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
-    told = Keeping()
-    live = LiveTraining(told, tokens=1, device=torch.device("cpu"), rank=1)
-    for step, ms in enumerate([8.0, 4.0, *map(float, range(10))], 1):
-        live.step(step, 1.0, 1.0, 1.0, ms)
-    means = list(told.series["rank_compute_time"].values())
-    assert means[:2] == [8, 6]
-    assert means[-1] == 7, "of five steps"

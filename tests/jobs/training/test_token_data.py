@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
 from token_data import END, make_tokenizer, texts, write
-from trainings import Keeping, trains_alike
 from travelling import travelled
-from warm_ranks import WarmRanks
 
 from jobs.schema.point import Beat, Machine, Measurement
 from jobs.specs.load import parse_spec
@@ -125,16 +120,6 @@ def _bytes(decoder: tokenizers.Tokenizer, number: int) -> str:
     return token
 
 
-def test_two_ranks_learn_the_same_tokens_as_one(documents: Path, tokenizer: Path, two_warm_ranks: WarmRanks) -> None:
-    one, two = (_spec(_data(documents, tokenizer), steps=6, ranks=ranks) for ranks in (1, 2))
-    one, two = _train(one), _train(two, Keeping(launcher=two_warm_ranks))
-    losses = [next(m.samples for m in result.metrics if m.name == "loss") for result in (one, two)]
-    trains_alike(losses[1], losses[0])
-    before = _values(one)["heldout_loss_before"]
-    assert _values(two)["heldout_loss_before"] == pytest.approx(before, rel=1e-5)
-    assert max(_values(one)["heldout_loss"], _values(two)["heldout_loss"]) < before
-
-
 # Held out
 
 
@@ -157,21 +142,10 @@ def test_heldout_documents_are_never_trained_on_whatever_file_or_copy_they_are_i
     assert set(Documents(other).heldout(SILENT)) == heldout, "neither file, format nor place in it decides"
 
 
-def test_documents_without_text_are_left_out(tmp_path: Path, tokenizer: Path) -> None:
-    data = _data(write(tmp_path / "odd", [None, "", *texts(60)], "parquet", files=1), tokenizer)
-    batches = _corpus(data).batches(4, 32, 0)
-    ids: list[int] = []
-    while batches.about()["epochs"] < 2:
-        ids += next(batches)[0].flatten().tolist()
-    end = tokenizers.Tokenizer.from_file(str(tokenizer)).token_to_id(END)
-    assert ids[0] != end
-    assert (end, end) not in list(pairwise(ids))
-
-
 # Position
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "txt.gz"])
+@pytest.mark.parametrize("form", ["parquet", "txt.gz"])
 def test_a_position_in_the_documents_is_taken_up_again_exactly(tmp_path: Path, tokenizer: Path, form: str) -> None:
     data = _data(write(tmp_path / form, texts(), form), tokenizer)
     corpus = _corpus(data)
@@ -249,10 +223,7 @@ def test_without_a_network_the_error_names_what_to_give_instead(
 
 MISTAKES = [
     ({"dataset": "a/b"}, r"data\.dataset: 'a/b': needs a tokenizer; add 'tokenizer: gpt2' or a tokenizer_path"),
-    ({"dataset": "a/b", "path": "x", "tokenizer": "gpt2"}, r"data\.path: 'x': has no effect beside dataset; leave one"),
     ({"tokenizer": "gpt2"}, r"data\.tokenizer: 'gpt2': there are no documents; add a dataset, or the path of some"),
-    ({"path": "x", "tokenizer": "gpt2", "tokenizer_path": "t"}, r"data\.tokenizer: 'gpt2': has no effect beside tok"),
-    ({"path": "x", "tokenizer": "gpt2", "split": "test"}, r"data\.split: 'test': has no effect without dataset; leave"),
     ({"path": "x", "text_field": "body"}, r"data\.text_field: 'body': has no effect without a tokenizer; leave it out"),
     (
         {"path": "x", "tokenizer_path": "no.json"},
@@ -327,23 +298,6 @@ def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path,
 # The spec
 
 
-def test_a_tokenizers_file_may_ask_to_truncate_and_text_may_look_like_a_special_token(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    changed = tokenizers.Tokenizer.from_file(str(tokenizer))
-    changed.enable_truncation(4)
-    changed.enable_padding(length=1000)
-    changed.save(str(tmp_path / "short.json"))
-    plain, short = (
-        load_tokenizer(DataSpec(path=tmp_path, tokenizer_path=p)) for p in (tokenizer, tmp_path / "short.json")
-    )
-    assert short.encode(texts()) == plain.encode(texts())
-    text = f"so {END} it goes"
-    (ids,) = plain.encode([text])
-    assert plain.end not in ids
-    assert plain.text_bytes(torch.tensor(ids)) == len(text)
-
-
 def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     tokenizers.Tokenizer.from_file(str(tokenizer)).model.save(str(tmp_path))
     (tmp_path / "other").mkdir()
@@ -352,36 +306,3 @@ def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path,
     assert {spec.vocabulary() for spec in specs} == {320}
     expected, *others = ([*map(tuple, load_tokenizer(spec).encode(texts()))] for spec in specs)
     assert others == [expected, expected]
-
-
-def test_a_spec_is_validated_and_planned_without_the_packages(documents: Path, tokenizer: Path) -> None:
-    spec = _spec(_data(documents, tokenizer)).model_dump_json()
-    code = """
-import sys
-from jobs.schema.point import Machine
-from jobs.train import Spec
-assert Spec.model_validate_json(sys.argv[1]).points(Machine("cpu", "c", 2**33))
-print([name for name in ("datasets", "tokenizers", "huggingface_hub") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_files_without_documents_are_passed_over(tmp_path: Path, tokenizer: Path) -> None:
-    folder = write(tmp_path / "some", texts(), "parquet")
-    expected = _corpus(_data(folder, tokenizer)).about()
-    for name in ("a.parquet", "z.parquet"):
-        pq.write_table(pq.read_table(folder / "test-0.parquet").slice(0, 0), folder / name)
-    corpus = _corpus(_data(folder, tokenizer))
-    assert corpus.about() == expected
-    batches = corpus.batches(4, 32, 0)
-    while batches.about()["epochs"] < 2:
-        next(batches)
-
-
-def test_bytes_that_are_no_text_are_replaced(tmp_path: Path, tokenizer: Path) -> None:
-    folder = write(tmp_path / "some", texts(), "jsonl")
-    with (folder / "test-0.jsonl").open("ab") as file:
-        file.write(b'{"text": "Katze \xff", "n": 0}\n')
-    found = Documents(DataSpec.model_validate(_data(folder, tokenizer, heldout=1 - 1e-9)))
-    assert "Katze \ufffd" in set(found.heldout(SILENT))
