@@ -85,7 +85,7 @@ def test_the_key_ignores_what_dense_attention_does_not_use() -> None:
 
 
 @pytest.mark.parametrize("pass_", ["forward", "forward+backward"])
-@pytest.mark.parametrize("implementation", ["chunked", "naive", "reference", "dense"])
+@pytest.mark.parametrize("implementation", ["chunked", "naive", "dense"])
 def test_a_point_brings_time_memory_agreement_and_its_route(implementation: str, pass_: str) -> None:
     point = _spec(implementations=[implementation], passes=[pass_]).points(CPU)[0]
     result = measured(point)
@@ -106,7 +106,7 @@ def test_a_point_brings_time_memory_agreement_and_its_route(implementation: str,
 
 
 @pytest.mark.parametrize(
-    ("implementation", "nsa", "parameters"),
+    ("implementation", "nsa", "parameters"), [("dense", None, 115_008), ("chunked", NSA | {"compress": "mlp"}, 132_952)]
 )
 def test_a_whole_model_is_measured_with_all_its_gradients(implementation: str, nsa: Any, parameters: int) -> None:
     spec = _spec(workload="model", shape=None, nsa=nsa, preset="tiny", implementations=[implementation])
@@ -117,11 +117,10 @@ def test_a_whole_model_is_measured_with_all_its_gradients(implementation: str, n
     assert spec.points(CPU)[0].axes.layers == 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_memory_of_chunked_grows_as_s_and_of_naive_as_s_squared(dtype: str) -> None:
+def test_memory_of_chunked_grows_as_s_and_of_naive_as_s_squared() -> None:
     lengths = [256, 512, 1024]
     nsa = {"cmp_block": 16, "cmp_stride": 8, "slc_block": 32, "slc_count": 4, "window": 64}
-    spec = _spec(lengths=lengths, passes=["forward"], implementations=["chunked", "naive"], nsa=nsa, dtype=dtype)
+    spec = _spec(lengths=lengths, passes=["forward"], implementations=["chunked", "naive"], nsa=nsa)
     points = spec.points(CPU)
     extra = {p.label: values_of(measured(p))["peak_extra_memory"] for p in points}
 

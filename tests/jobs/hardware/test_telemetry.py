@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from processes import wait_for
 from jobs.hardware import energy as energy_module
 from jobs.hardware import nvml
 from jobs.hardware.energy import Energy, EnergyMeter
-from jobs.hardware.gpu_samples import GpuSampler, Sample, bounded, merged
+from jobs.hardware.gpu_samples import GpuSampler, Sample, merged
 from jobs.hardware.process_usage import PointUsage, ProcessUsage, descent
 from jobs.hardware.telemetry import Telemetry, energy, summarise_samples
 from jobs.schema.quantities import (
@@ -52,18 +51,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-
-
-def test_a_meter_tells_the_utilisation_of_now_or_that_it_is_unknown(
-    driver: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert nvml.UtilizationMeter("GPU-1234").now() == 80
-    assert nvml.UtilizationMeter(None).now() is None
-    later = nvml.UtilizationMeter("0")
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", _refuse)
-    assert later.now() is None
-    monkeypatch.setattr(pynvml, "nvmlInit", _refuse)
-    assert nvml.UtilizationMeter("0").now() is None
 
 
 @pytest.mark.parametrize("gpu", ["0", "GPU-1234"])
@@ -138,23 +125,6 @@ def test_a_long_point_keeps_merged_samples_taken_less_often(driver: None, monkey
     assert found["gpu_energy"].value > 0
 
 
-def test_merged_samples_count_throttles_and_processes_by_look(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a soak in pieces: one look in four is throttled, and each has a process of its own."""
-    looks, pids = count(), count(100)
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: 0x4 if next(looks) % 4 == 0 else 0x1
-    )
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda _: [SimpleNamespace(pid=next(pids))])
-    sampler = GpuSampler("0")
-    samples = merged([sampler.sample(number, 0.2 * number) for number in range(16)], 4)
-    assert len(samples) == 4
-    summary = summarise_samples(samples)
-    found = {metric.name: metric for metric in summary.metrics}
-    assert found["gpu_throttled"].value == 25
-    assert found["gpu_processes"].value == 1
-    assert "25 % of the looks: software power cap" in summary.text
-
-
 def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watts = {"handle0": iter([100, 300]), "handle1": iter([50, None, 50])}
 
@@ -189,21 +159,6 @@ def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
         assert telemetry.samples == []
     wait_for(lambda: bool(telemetry.samples), 30)
     telemetry.stop()
-
-
-def test_samples_weigh_by_the_time_that_they_stand_for() -> None:
-    """Samples of hours, taken less often, beside samples of minutes."""
-
-    def samples(utilization: float, throttled: float, weight: int) -> list[Sample]:
-        told = (0.2 * weight, utilization, None, None, None, None, None, None, throttled)
-        return [Sample("0", number, *told, joules=weight, weight=weight) for number in range(10)]
-
-    together = [*samples(10, 0.0, 1), *samples(90, 1.0, 4), *samples(10, 0.0, 1)]
-    found = {metric.name: metric for metric in summarise_samples(together).metrics}
-    assert found["gpu_utilization"].value == 90
-    assert found["gpu_throttled"].value == pytest.approx(100 * 40 / 60)
-    assert found["gpu_energy"].value == 60
-    assert sorted(sample.weight for sample in bounded(together)) == [2, 2, *[4] * 14]
 
 
 def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
