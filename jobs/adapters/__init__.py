@@ -17,9 +17,8 @@ from torch import Tensor
 from jobs.adapters import packages
 from jobs.measure.check import HeadShape
 from jobs.schema.plain_text import error_in_a_line
-from jobs.specs import entry_points
-from jobs.specs.entry_points import Offer, UnusableError, offers
 from nsa_core import NSAConfig
+from nsa_core.offers import Offer, offers
 
 
 class Peer(Protocol):
@@ -78,7 +77,7 @@ def offered_peers() -> tuple[Offer, ...]:
         missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
         return f"lacks {', '.join(missing)}" if missing else None
 
-    return tuple(offers(entry_points.PEERS, dict.fromkeys(PEERS, "nsa-bench itself has taken"), problem))
+    return tuple(offers("nsa_bench.peers", dict.fromkeys(PEERS, "nsa-bench itself has taken"), problem))
 
 
 def peer_names() -> list[str]:
@@ -91,11 +90,10 @@ def find_peer(name: str) -> Peer:
     if name in PEERS:
         return PEERS[name]
     offer = next(offer for offer in offered_peers() if offer.name == name)
-    try:
-        return offer.load()
-    except UnusableError as err:
+    if (problem := offer.problem) is not None:
         by = f"{offer.package} {offer.version}"
-        raise PeerProblem(f"{by}, which offers it, {err}; mend or uninstall {offer.package}") from None
+        raise PeerProblem(f"{by}, which offers it, {problem}; mend or uninstall {offer.package}")
+    return offer.load()
 
 
 class PeerProblem(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which

@@ -9,18 +9,22 @@ requested kind is imported, so that a broken kind does not affect the others.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jobs
 from jobs.schema.axes import Axis, check_axes
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Case
 from jobs.schema.quantities import check_quantities
-from jobs.specs.entry_points import IMPLEMENTATIONS, KINDS, PEERS, Offer, UnusableError, offers, sources
 from jobs.specs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from nsa_core.offers import Offer
 
 _PARTS = ("Spec", "Case", "measure", "QUANTITIES")
 _INSTEAD = {"backends": "kind: branches with 'backends: [...]'"}  # of names that are no kind, but may be taken for one
@@ -46,11 +50,10 @@ def kind_module(name: str) -> ModuleType:
         if (module := _own_kind(name)) is not None:
             return module
     elif (offer := next((offer for offer in offered_kinds() if offer.name == name), None)) is not None:
-        try:
-            return offer.load()
-        except UnusableError as err:
+        if (problem := offer.problem) is not None:
             by = f"{offer.package} {offer.version}"
-            raise KindError(f"{name!r}, offered by {by}, {err}; mend or uninstall {offer.package}") from None
+            raise KindError(f"{name!r}, offered by {by}, {problem}; mend or uninstall {offer.package}")
+        return offer.load()
     fix = _INSTEAD.get(name, f"one of {', '.join(sorted(kinds()))}")
     raise KindError(f"{shown(name)} is no job kind; use {fix}")
 
@@ -62,7 +65,9 @@ def own_axes(module: ModuleType) -> tuple[Axis, ...]:
 
 def offered_kinds() -> list[Offer]:
     """Kinds of other distributions, by name."""
-    return offers(KINDS, dict.fromkeys(_own_modules(), "a module of nsa-bench's own jobs has"), _problem)
+    from nsa_core.offers import offers  # with PyTorch: most of a driver's start, which reads one kind
+
+    return offers("nsa_bench.jobs", dict.fromkeys(_own_modules(), "a module of nsa-bench's own jobs has"), _problem)
 
 
 def offered_sources(spec: JobSpec) -> dict[str, Path]:
@@ -70,9 +75,20 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
 
     Results depend on them as on this package.
     """
-    files = {} if spec.kind in _own_modules() else sources(KINDS, {spec.kind})
+    kinds = set() if spec.kind in _own_modules() else {spec.kind}
     names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
-    return files | sources(IMPLEMENTATIONS, names) | sources(PEERS, {*getattr(spec, "peers", ())})
+    wanted = {"jobs": kinds, "implementations": names, "peers": {*getattr(spec, "peers", ())}}
+    files: dict[str, Path] = {}
+    entries = [(entry, own) for group, own in wanted.items() for entry in entry_points(group=f"nsa_bench.{group}")]
+    for entry in (entry for entry, own in entries if entry.name in own):
+        found = importlib.util.find_spec(entry.module.partition(".")[0])
+        if found is None:
+            continue
+        if found.submodule_search_locations is None:  # a single module
+            files |= {Path(found.origin).name: Path(found.origin)} if found.has_location and found.origin else {}
+        for folder in map(Path, found.submodule_search_locations or ()):
+            files |= {path.relative_to(folder.parent).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    return files
 
 
 def _own_modules() -> list[str]:

@@ -25,8 +25,7 @@ from jobs.training.case import TextCase
 from jobs.training.checkpoints.exchange import Exchange, check_reach
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.checkpoints.report import CheckpointReport
-from jobs.training.data.base import Corpus
-from jobs.training.data.byte_corpus import load_corpus
+from jobs.training.data.base import Corpus, load_corpus
 from jobs.training.data.token_corpus import load_tokens
 from jobs.training.loop import Trainer
 from jobs.training.soak import SoakHistory, SoakWatch

@@ -6,18 +6,20 @@ Other distributions offer more in the entry point group `nsa_bench.implementatio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from .._tracing import constant
 from ..config import NSAConfig
 from ..errors import BackendError
+from ..offers import Offer, offers
 from ..routes import Branch
-from . import chunked, flash, gather, naive, packed, triton
-from ._offered import OfferedBackend, offered, offered_backend
+from . import chunked, dense, flash, gather, naive, packed, triton
 from ._toolchain import TORCH, TRITON, triton_problem, triton_version, untested
 from .triton import Heads
 
@@ -29,7 +31,6 @@ __all__ = [
     "Backend",
     "FusedBackend",
     "Heads",
-    "OfferedBackend",
     "WindowBackend",
     "available_backends",
     "backend_names",
@@ -109,7 +110,8 @@ WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "fl
 
 def backend_names() -> list[str]:
     """Names of the backends that compute every branch: this package's, then those of other distributions."""
-    return [*BACKENDS, *_usable()]
+    offered()
+    return [*BACKENDS, *_usable]
 
 
 def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
@@ -118,12 +120,38 @@ def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch 
     Args:
         branch: list the backends that compute this branch; None: those that compute every branch.
     """
-    answers: dict[str, WindowBackend | OfferedBackend] = {**_backends(branch), **_usable()}
-    return {name: each.unavailable(device, dtype) for name, each in answers.items()}
+    offered()
+    reasons: dict[str, str | None] = {}
+    for name, backend in {**_backends(branch), **_usable}.items():
+        try:
+            reasons[name] = backend.unavailable(device, dtype)
+        except Exception as err:  # of another distribution
+            reasons[name] = f"asked whether it can run, it raised {type(err).__name__}: {err}"
+    return reasons
 
 
-def _usable() -> dict[str, OfferedBackend]:
-    return {one.name: one for one in offered() if one.problem is None}
+_PARTS = ("unavailable", "window", "compressed", "select", "selected")
+_usable: dict[str, Any] = {}  # filled by `offered`: a plain dict, which a compiler can trace
+
+
+@cache
+def offered() -> tuple[Offer, ...]:
+    """Implementations of other distributions, by name. Loaded when first asked for, not at import."""
+
+    def problem(_name: str, backend: Any) -> str | None:
+        missing = [part for part in _PARTS if not callable(getattr(backend, part, None))]
+        return f"lacks {', '.join(missing)}" if missing else None
+
+    own = [*WINDOW_BACKENDS, "auto", "dense", *(f"dense-{kernel}" for kernel in dense.KERNELS)]
+    found = tuple(offers("nsa_bench.implementations", dict.fromkeys(own, "nsa_core uses itself"), problem))
+    _usable.clear()
+    _usable.update({one.name: one.load() for one in found if one.problem is None})
+    return found
+
+
+@constant  # a compiler that traces a call runs the search instead of tracing it
+def _search() -> None:
+    offered()
 
 
 def resolve(
@@ -159,7 +187,8 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, h
     backends = _backends(branch)
     backend = None
     if isinstance(name, str):
-        backend = backends[name] if name in backends else offered_backend(name)
+        _search()
+        backend = backends[name] if name in backends else _usable.get(name)
     if backend is None:
         raise BackendError("backend", repr(name), _unknown(name, branch))
     reason = backend.unavailable(device, dtype)
@@ -171,7 +200,7 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, h
 
 def _unknown(name: object, branch: Branch) -> str:
     """The fix for a name that is not a backend of the branch."""
-    known = ", ".join([*_backends(branch), *_usable()])
+    known = ", ".join([*_backends(branch), *_usable])
     if isinstance(name, str) and name in WINDOW_BACKENDS:
         return f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {known}'
     broken = [one for one in offered() if one.name == name and one.problem is not None]

@@ -13,9 +13,8 @@ from supervised import Ended, supervised
 from torch import Tensor, nn
 from travelling import CPU, H200, travelled, values_of
 
-from jobs.backward import BackwardPass, Spec, measure
+from jobs.backward import LAYERS, BackwardPass, BrokenGradient, LayerWatch, PassFailed, Spec, measure
 from jobs.measure.check import WrongResult
-from jobs.measure.layers import LAYERS, BrokenGradient, LayerWatch, PassFailed
 from jobs.process.worker import ran_out_of_memory
 from jobs.schema.point import Measurement, Point
 from jobs.schema.states import PointState

@@ -16,8 +16,8 @@ from travelling import CPU, HEADS, NSA, QUICK, measured, values_of
 
 from jobs import peers
 from jobs.adapters import offered_peers
-from jobs.adapters.check import _ranked, _wrong
 from jobs.measure.check import WrongResult
+from jobs.peers import _ranked, _wrong
 from jobs.schema.point import Machine
 from jobs.specs.kinds import offered_sources
 from jobs.specs.load import parse_spec

@@ -21,7 +21,7 @@ from jobs.train import Spec, measure
 from jobs.training import loop
 from jobs.training import parallel as parallel_model
 from jobs.training.case import Layout
-from jobs.training.data.byte_corpus import load_corpus
+from jobs.training.data.base import load_corpus
 from jobs.training.errors import Diverged, Ineffective
 from jobs.training.loop import in_order
 from jobs.training.optimizer import OptimizerSpec, learning_rate
@@ -171,8 +171,8 @@ def test_held_out_files_are_held_out_and_the_split_depends_on_contents_alone(tex
 def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.training.data.byte_corpus._MOST_BYTES", 12_500)
-    monkeypatch.setattr("jobs.training.data.byte_corpus._PIECE", 100)
+    monkeypatch.setattr("jobs.training.data.base._MOST_BYTES", 12_500)
+    monkeypatch.setattr("jobs.training.data.base._PIECE", 100)
     draw = Random(0)
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))

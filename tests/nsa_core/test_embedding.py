@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_core.embedding import TokenEmbedding
+from nsa_core.model import TokenEmbedding
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
-from jobs.training.data.byte_corpus import load_corpus
+from jobs.training.data.base import load_corpus
 from jobs.training.errors import Diverged, RankFailed, Stopped
 from jobs.training.optimizer import learning_rate
 from jobs.training.parallel import ComputeClock, Replica

@@ -21,8 +21,7 @@ from jobs.train import Spec, measure
 from jobs.training.data import spec as data_spec
 from jobs.training.data.base import DataError
 from jobs.training.data.spec import DataSpec
-from jobs.training.data.token_corpus import Documents, TokenCorpus, load_tokens
-from jobs.training.data.tokenizer import load_tokenizer
+from jobs.training.data.token_corpus import Documents, TokenCorpus, load_tokenizer, load_tokens
 from jobs.training.state import packed, unpacked
 from nsa_core.model import ModelConfig, NSATransformer
 

@@ -1,0 +1,73 @@
+"""What installed distributions offer in an entry point group: implementations; to packages above, kinds and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+
+class UnusableError(Exception):
+    """An offered object that cannot be used; the message says why, as the end of "the package ..."."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An entry point of another distribution. It is imported when it is loaded, so that a broken one stops no other.
+
+    Attributes:
+        package, version: of the distribution.
+        entry: the entry point.
+        check: gives the reason why a loaded object cannot be used; None if it can.
+        taken_by: what has its name already, in words; None: nothing.
+    """
+
+    name: str
+    package: str
+    version: str
+    entry: EntryPoint
+    check: Callable[[str, Any], str | None]
+    taken_by: str | None
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why it cannot be used; None if it can. Imports it."""
+        try:
+            self.load()
+        except UnusableError as err:
+            return str(err)
+        return None
+
+    def load(self) -> Any:
+        """The object. Raises UnusableError."""
+        if self.taken_by is not None:
+            raise UnusableError(f"has a name that {self.taken_by}")
+        try:
+            loaded = self.entry.load()
+        except (Exception, SystemExit) as err:
+            text = " ".join(str(err).split())[:200]
+            raise UnusableError(f"cannot be imported ({type(err).__name__}: {text})") from err
+        if (problem := self.check(self.name, loaded)) is not None:
+            raise UnusableError(problem)
+        return loaded
+
+
+def offers(group: str, own: Mapping[str, str], check: Callable[[str, Any], str | None]) -> list[Offer]:
+    """Everything that is offered in a group, by name, then package; of several with one name the first has it.
+
+    Args:
+        own: names that this project uses itself, each with the words that say so after "has a name that".
+    """
+    found = []
+    for entry in entry_points(group=group):
+        assert entry.dist is not None, "found by its distribution"
+        package, version = (entry.dist.metadata[key] or "unknown" for key in ("Name", "Version"))
+        found.append((entry.name, package, version, entry))
+    first: dict[str, str] = {}
+    offered = []
+    for name, package, version, entry in sorted(found, key=lambda each: each[:3]):
+        taken_by = own.get(name) or (f"{first[name]} has taken" if name in first else None)
+        first.setdefault(name, package)
+        offered.append(Offer(name, package, version, entry, check, taken_by))
+    return offered
