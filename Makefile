@@ -75,9 +75,9 @@ results: $(RUN)  ## write the pages of docs/results again, from the journals in 
 	  $(BIN)/nsa report --template orchestrator/judge/durations.csv.j2 --out orchestrator/judge/durations.csv
 
 # setuptools packs whatever an earlier build left in build/, modules that are gone included.
-wheel: $(RUN)  ## build the wheel in dist/
+wheel: $(RUN)  ## build the wheels in dist/: all, and the operator by itself
 	@rm -rf build
-	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist .
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist . ./nsa_core
 	@ls dist/*.whl
 
 up: $(RUN)  ## start the local Ray cluster and the dashboard

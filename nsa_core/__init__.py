@@ -10,6 +10,8 @@ from .functional import compress, dense_attention, nsa_attention, select_blocks
 from .layer import NativeSparseAttention
 from .model import PRESETS, ModelConfig, NSATransformer
 
+__version__ = "0.2.0"  # of both distributions: nsa-core and nsa-bench
+
 __all__ = [
     "PRESETS",
     "BackendError",

@@ -77,7 +77,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it as the option --no-build-isolation
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    [built] = (copy / "dist").glob("*.whl")
+    [built] = (copy / "dist").glob("nsa_bench-*.whl")
     return built
 
 
