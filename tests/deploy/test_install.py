@@ -184,3 +184,5 @@ def test_the_bounds_of_pyproject_are_the_tested_ranges() -> None:
     assert TORCH.requirement in project["dependencies"]
     assert extras["gpu"] == [TRITON.requirement]
     assert f"{TRITON.requirement}; platform_system == 'Linux'" in extras["dev"]
+    operator = tomllib.loads((ROOT / "nsa_core" / "pyproject.toml").read_text())["project"]
+    assert operator["dependencies"] == [TORCH.requirement, f"{TRITON.requirement}; platform_system == 'Linux'"]
