@@ -72,6 +72,12 @@ class Operands:
         k_cmp, v_cmp, gates = (None if x is None else x[None] for x in (self.k_cmp, self.v_cmp, self.gates))
         return Operands(self.q[None], keys, values, k_cmp, v_cmp, gates)
 
+    def nothing(self) -> Tensor:
+        """Attention of no query, as q [..,0,..] with the head dim of v: without elements; its gradients are zeros."""
+        given = (self.q, *self.keys, *self.values, self.k_cmp, self.v_cmp, self.gates)
+        zero = 0 * torch.stack([x.sum() for x in given if x is not None]).sum()
+        return self.q.new_zeros(*self.q.shape[:-1], self.values[0].shape[-1]) + zero
+
     def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
         """Operands of each packed sequence with tokens, with a batch axis of one. Reads cu_seqlens on the host."""
         spans = sequence_spans(cu_seqlens, self.q.shape[0])
@@ -179,10 +185,10 @@ def bounds_fix(total: int) -> str:
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:
-    """Raise InputError unless x is a [B,S,H,D], or [total,H,D] when packed, in one of _DTYPES."""
+    """Raise InputError unless x is a [B,S,H,D], or [total,H,D] when packed, in one of _DTYPES; B or S may be 0."""
     layout = "[total, heads, dim] with cu_seqlens" if packed else "[batch, tokens, heads, dim] without cu_seqlens"
-    if x.dim() != (3 if packed else 4) or 0 in x.shape:
-        raise InputError(name, _text(x), f"give a tensor without empty axes, {layout}")
+    if x.dim() != (3 if packed else 4) or 0 in x.shape[-2:]:
+        raise InputError(name, _text(x), f"give a tensor with heads and a head dim, {layout}")
     if x.dtype not in _DTYPES:
         raise InputError(name, _text(x), "give bfloat16, float16, float32 or float64")
 
@@ -198,7 +204,7 @@ def _check_query(q: Tensor, packed: bool) -> None:
 def _check_pair(q: Tensor, named_key: tuple[str, Tensor], named_value: tuple[str, Tensor]) -> None:
     (key_name, k), (value_name, v) = named_key, named_value
     for name, x in (named_key, named_value):
-        if x.dim() != q.dim() or x.shape[:-3] != q.shape[:-3] or 0 in x.shape:
+        if x.dim() != q.dim() or x.shape[:-3] != q.shape[:-3] or 0 in x.shape[-2:]:
             raise InputError(name, _text(x), f"give the axes and the batch of q: {_text(q)}")
         if x.dtype != q.dtype or x.device != q.device:
             raise InputError(name, _text(x), f"convert to q's dtype and device: {_text(q)}")

@@ -24,7 +24,7 @@ from ._inputs import Operands
 from .backends import Backend, FusedBackend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
-from .packed_sequences import Packing, packing
+from .packed_sequences import Packing, checked_bounds, packing
 from .routes import Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -81,6 +81,8 @@ def nsa_attention(
     steps = ("select", *computed) if "slc" in computed else computed
     backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
     factor = _scale(scale, q)
+    if _is_empty(q, cu_seqlens):
+        return operands.nothing()
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _attend(operands, config, factor, computed, backends)
@@ -130,6 +132,8 @@ def select_blocks(
     _check_max_seqlen(max_seqlen, cu_seqlens)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
     factor = _scale(scale, q)
+    if _is_empty(q, cu_seqlens):
+        return q.new_empty(*q.shape[:-2], k.shape[-2], config.slc_count, dtype=torch.int32)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
@@ -166,6 +170,8 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
         fix = 'pass k_cmp and v_cmp, made by the layer\'s learned compression, or use compress="mean"'
         raise InputError("compress", repr(config.compress), fix)
     _inputs.check_sequence("x", x, cu_seqlens is not None)
+    if _is_empty(x, cu_seqlens):
+        return x if cu_seqlens is not None else x[:, : config.cmp_tokens(x.shape[1])]
     if cu_seqlens is None:
         return _block_means(x, config)
     spans = _inputs.sequence_spans(cu_seqlens, x.shape[0])
@@ -205,11 +211,20 @@ def dense_attention(
     _inputs.check_types(NSAConfig(), q=q, k=k, v=v, optional={})
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
     operands.check(NSAConfig(), cu_seqlens is not None)
+    if _is_empty(q, cu_seqlens):
+        return operands.nothing()
     queries, factor = _inputs.positive(operands.q, _scale(scale, q))
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return dense.attention(queries, operands.keys[0], operands.values[0], factor, window, backend)
         return dense.packed(queries, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
+
+
+def _is_empty(x: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether x has no token, as on a rank that got none, after a check of its bounds if it is packed."""
+    if x.numel() == 0 and cu_seqlens is not None:
+        checked_bounds(cu_seqlens, len(x), x.device)
+    return x.numel() == 0
 
 
 def _attend(

@@ -186,6 +186,26 @@ def test_packed_sequences_may_be_empty(backend, make_case, config, longest):
         assert_close(got, want)
 
 
+@pytest.mark.parametrize(("batch", "rows", "tokens"), [(0, 20, 20), (2, 0, 0), (2, 0, 20)])
+def test_no_query_has_an_empty_result_and_gradients_of_zero(backend, config, batch, rows, tokens):
+    """As of PyTorch's operators, for a batch's last rank; packed ones, too."""
+    shapes = (rows, 4, 16), (tokens, 2, 16), (tokens, 2, 24), (rows, 4, 3)
+    leaves = [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]
+    calls = [(leaves, {})]
+    if batch == 0:
+        packed = [torch.randn(0, *shape[1:], requires_grad=True) for shape in shapes]
+        calls += [(packed, {"cu_seqlens": torch.tensor([0, 0])} | more) for more in ({}, {"max_seqlen": 8})]
+    for given, options in calls:
+        out = nsa_attention(*given, config, backend=backend, **options)
+        dense = dense_attention(*given[:3], cu_seqlens=options.get("cu_seqlens"))
+        blocks = select_blocks(*given[:2], config, backend=backend, **options)
+        assert out.shape == dense.shape == (*given[0].shape[:-1], 24)
+        assert blocks.shape == (*given[0].shape[:-2], 2, config.slc_count)
+        for x, grad in zip(given, torch.autograd.grad(out.sum() + dense.sum(), given), strict=True):
+            assert torch.equal(grad, torch.zeros_like(x))
+    assert compress(leaves[1], config).shape == (batch, config.cmp_tokens(tokens), 2, 16)
+
+
 @pytest.mark.parametrize("longest", [None, 60])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_nan_stays_in_its_packed_sequence(backend, make_case, config, longest, bad):
