@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from orchestrator.background import BackgroundCall
@@ -18,7 +19,7 @@ STALL_S = 60.0
 _POLL_S = 0.1
 
 
-class ArtifactCopies:
+class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
     """Copies the files of one attempt, one after the other; a store that hangs holds up the end of the attempt alone.
 
     What is being copied when the block ends is abandoned.
@@ -34,9 +35,6 @@ class ArtifactCopies:
         self._names: set[str] = set()
         self._pending: deque[Source] = deque()  # the first is being copied
         self._copy: _Copy | None = None
-
-    def __enter__(self) -> ArtifactCopies:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._copy is not None:

@@ -181,7 +181,7 @@ class ArtifactStore:
         path = f".nsa-doctor-{os.getpid()}.txt"
         self.put(Source("probe.txt", "probe"), path)
         with self._naming_store(path):
-            self._filesystem.rm_file(self._at(path))
+            self._connection[0].rm_file(self._at(path))
 
     @contextlib.contextmanager
     def _writing(self, path: str) -> Iterator[Any]:
@@ -195,8 +195,8 @@ class ArtifactStore:
             else:
                 for _ in range(0 if self.url.startswith(_WITHOUT_FOLDERS) else 2):  # others may be making the same ones
                     with contextlib.suppress(Exception):  # the write says why
-                        self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
-                out = self._filesystem.open(target, "wb", block_size=_BLOCK)
+                        self._connection[0].makedirs(target.rpartition("/")[0], exist_ok=True)
+                out = self._connection[0].open(target, "wb", block_size=_BLOCK)
         try:
             yield out
             with self._naming_store(path):
@@ -219,11 +219,11 @@ class ArtifactStore:
             try:
                 if self._local:
                     resolved = Path(target).resolve()
-                    if not resolved.is_relative_to(Path(self._root).resolve()):
+                    if not resolved.is_relative_to(Path(self._connection[1]).resolve()):
                         raise ArtifactError(f"{path}: lies outside the artifact store")
                     file = open_regular(resolved, buffering=0)
                 else:
-                    file = self._filesystem.open(target, "rb", _BLOCK)
+                    file = self._connection[0].open(target, "rb", _BLOCK)
             except FileNotFoundError:
                 raise ArtifactError(f"{path}: is not in the artifact store {self.url}") from None
         with file:
@@ -239,15 +239,7 @@ class ArtifactStore:
         parts = path.split("/")
         if any(part in ("", ".", "..") for part in parts) or re.search(r"[\x00-\x1f\x7f\\]|::", path):
             raise ArtifactError(f"{_quoted(path)}: is no path below the artifact store; it was not opened")
-        return f"{self._root.rstrip('/')}/{path}"
-
-    @property
-    def _filesystem(self) -> Any:
-        return self._connection[0]
-
-    @property
-    def _root(self) -> str:
-        return self._connection[1]
+        return f"{self._connection[1].rstrip('/')}/{path}"
 
     @cached_property
     def _connection(self) -> tuple[Any, str]:

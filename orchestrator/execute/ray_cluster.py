@@ -50,7 +50,7 @@ class RayExecutor:
                 f"python: {python!r}: on a cluster, ranks run under the interpreter of its workers; leave it out, or "
                 "use --local"
             )
-        connect(spec, settings)
+        head = connect(spec, settings)
         self._by_id = interruptibly(_nodes)
         check_resources(spec, list(self._by_id.values()))
         if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
@@ -72,7 +72,7 @@ class RayExecutor:
         self._cluster: Cluster | None = None  # for points of several ranks
         self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
-        self._watch = ClusterWatch(_head(), self._check_room)
+        self._watch = ClusterWatch(head, self._check_room)
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
@@ -228,14 +228,6 @@ def _probe(required: Requirements, gpus: str | None) -> tuple[str, dict[str | No
     import ray
 
     return ray.get_runtime_context().get_node_id(), requirements.check(required, gpus)
-
-
-def _head() -> str:
-    """Address of the cluster's head."""
-    import ray
-
-    address: str = ray.get_runtime_context().gcs_address
-    return address
 
 
 def _nodes() -> dict[str, dict[str, float]]:

@@ -76,14 +76,25 @@ class ClusterWatch:
         return True
 
 
-def connect(spec: JobSpec, settings: Settings) -> None:
+def connect(spec: JobSpec, settings: Settings) -> str:
     """Connect this process to the cluster as a driver, whose tasks have the files that the spec names.
+
+    Returns the address of its head.
 
     Raises:
         UserError: no cluster answers there, or it lets no driver in.
         ExecutorGone: it fell silent meanwhile.
     """
-    address = _answering_address(settings)
+    address = _address(settings)
+    if address.startswith("ray://"):
+        raise UserError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
+    if not listens(address):
+        raise _unreachable(address)
+    if not answers(address):
+        raise UserError(
+            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
+            "correct it, restart the cluster or use --local"
+        )
     if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
@@ -109,20 +120,6 @@ def connect(spec: JobSpec, settings: Settings) -> None:
             ) from None
         except Exception as err:  # other versions, a wrong token: Ray's message is the reason
             raise UserError(f"NSA_RAY_ADDRESS: {address!r}: {in_brief(err)}; correct it or use --local") from None
-
-
-def _answering_address(settings: Settings) -> str:
-    """The cluster's address, once its head has answered there. Raises UserError."""
-    address = _address(settings)
-    if address.startswith("ray://"):
-        raise UserError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
-    if not listens(address):
-        raise _unreachable(address)
-    if not answers(address):
-        raise UserError(
-            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
-            "correct it, restart the cluster or use --local"
-        )
     return address
 
 

@@ -122,15 +122,10 @@ def on_loopback_alone(address: str) -> bool:
 def _private_folder(settings: Settings) -> Path:
     """The folder of this NSA_HOME and user: short, as the paths of Ray's sockets must fit 107 characters."""
     home = hashlib.sha256(os.fsencode(settings.home.resolve()) + b"\0" + str(os.geteuid()).encode()).hexdigest()
-    return _temporary() / f"nsa-ray-{home[:8]}"
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / f"nsa-ray-{home[:8]}"
 
 
 def _is_own(folder: Path) -> bool:
     """Whether a folder, no link to one, belongs to this user. Raises OSError if it is not there."""
     status = folder.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _temporary() -> Path:
-    """The folder that Ray makes its own in."""
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -89,11 +89,11 @@ class RayLauncher:
             import ray
 
             mailbox = actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
-            command, progress = self._command, RankProgress(ranks, note)
+            command, progress = self._command, RankProgress(ranks)
             work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
             fit = BackgroundCall(_trainer(ranks, work, self._cluster).fit)
             try:
-                self._follow(fit, progress, mailbox, stop, tell)
+                self._follow(fit, progress, mailbox, stop, note, tell)
             finally:
                 silent = self.agents.end()
             if len(progress.results) == ranks:
@@ -121,6 +121,7 @@ class RayLauncher:
         progress: RankProgress,
         mailbox: Any,
         stop: threading.Event,
+        note: Callable[[Any], None],
         tell: Callable[[str], None],
     ) -> None:
         """Receive the ranks' messages until Ray Train has ended; pass the stop request on. Raises RanksEnded."""
@@ -137,9 +138,17 @@ class RayLauncher:
                 died = dict.fromkeys(progress.placed, f"lost its mailbox: {in_brief(err)}")
                 raise RanksEnded(died, progress.tails) from None
             for message in map(pickle.loads, messages):
-                progress.note(message)
-                if isinstance(message, Placed) and message.environment:
-                    self._send(Environment(message.environment))
+                match message:
+                    case Placed(rank=number):
+                        progress.placed[number] = message
+                        if message.environment:
+                            self._send(Environment(message.environment))
+                    case Returned(rank=number, result=result):
+                        progress.results[number] = result
+                    case Raised(rank=number, tail=tail):
+                        progress.tails[number] = tail
+                    case _:
+                        note(message)
             if len(progress.placed) == progress.ranks and not self.agents.actors:
                 self.agents.begin(progress.placed, self._cluster.cpus)
             self.agents.read()
@@ -219,30 +228,14 @@ class NodeAgents:
         return questions.keys() - answered.keys()
 
 
+@dataclass
 class RankProgress:
-    """What the ranks have reported: those placed, and by rank results and the ends of tracebacks.
+    """What the ranks have reported, by rank."""
 
-    Args:
-        note: gets all other messages.
-    """
-
-    def __init__(self, ranks: int, note: Callable[[Any], None]) -> None:
-        self.ranks = ranks
-        self.placed: dict[int, Placed] = {}
-        self.results: dict[int, Any] = {}
-        self.tails: dict[int, str] = {}
-        self._pass_on = note
-
-    def note(self, message: Any) -> None:
-        match message:
-            case Placed(rank=number):
-                self.placed[number] = message
-            case Returned(rank=number, result=result):
-                self.results[number] = result
-            case Raised(rank=number, tail=tail):
-                self.tails[number] = tail
-            case _:
-                self._pass_on(message)
+    ranks: int
+    placed: dict[int, Placed] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    tails: dict[int, str] = field(default_factory=dict)  # ends of tracebacks
 
 
 def _trainer(ranks: int, work: Work, cluster: Cluster) -> Any:

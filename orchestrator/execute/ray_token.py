@@ -45,7 +45,7 @@ def send_it() -> None:
         return
     with contextlib.suppress(UserError):
         path = token_file()
-        if path is None or _is_there(path):
+        if path is None or os.path.exists(path):
             os.environ[_MODE] = "token"
 
 
@@ -60,7 +60,7 @@ def environment_of_a_cluster() -> dict[str, str]:
     path = token_file()
     if path is None:
         return {_MODE: "token"}
-    if not _is_there(path):
+    if not os.path.exists(path):
         _make(path)
     _keep_private(path)
     return {_MODE: "token", _PATH: str(path)}
@@ -73,10 +73,6 @@ def problem() -> str | None:
         if path is not None and path.stat().st_mode & 0o077:
             return f"{path}: other users can read this token"
     return None
-
-
-def _is_there(path: Path) -> bool:
-    return os.path.exists(path)  # Path.exists raises below a folder that may not be read
 
 
 def _make(path: Path) -> None:

@@ -121,10 +121,7 @@ def _run(order: Order, stop: _Stop) -> int:
             def further(ended: Sequence[EndedPoint]) -> Sequence[Point]:
                 return _checked(order.spec, order.spec.all_next_points(machines, ended))
 
-            if history is None:
-                todo = plan.new_plan(run, points, machines, further)
-            else:
-                todo = plan.resumed_plan(run, points, machines, history, further, again=order.retry_failed)
+            todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
         except BaseException as err:
             if recorder and pending:
                 recorder.write(never_began(run, err))

@@ -62,11 +62,14 @@ class Plan:
 
     def add(self, points: Sequence[Point]) -> None:
         """Plan points, and what follows from those that have ended."""
-        for point in points:
-            self._add(point)
-        while further := self._new():
-            for point in further:
+        while True:
+            for point in points:
                 self._add(point)
+            planned = {*self.labels.values()}
+            further = self._further(self._ended) if self._ended else ()
+            points = [point for point in further if point.label not in planned]
+            if not points:
+                return
 
     def after(self, point: Point, outcome: OutcomeRecord) -> tuple[list[Record], list[Assignment]]:
         """Records and assignments of the points that follow from a point's end."""
@@ -76,10 +79,6 @@ class Plan:
         records, assignments = len(self.records), len(self.assignments)
         self.add(())
         return self.records[records:], self.assignments[assignments:]
-
-    def _new(self) -> list[Point]:
-        labels = {*self.labels.values()}
-        return [point for point in self._further(self._ended) if point.label not in labels] if self._ended else []
 
     def _add(self, point: Point) -> None:
         run = self.run
@@ -240,37 +239,28 @@ def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitSt
     )
 
 
-def new_plan(
-    run: RunRecord, points: Sequence[Point], machines: Mapping[str | None, Machine], further: Further = lambda ended: ()
-) -> Plan:
-    """The plan of a new run. `machines`: the machine as each interpreter of the points finds it."""
-    plan = Plan(run, machines, further, History(run), again=False)
-    plan.add(points)
-    return plan
-
-
-def resumed_plan(
+def make_plan(
     run: RunRecord,
     points: Sequence[Point],
     machines: Mapping[str | None, Machine],
-    old: History,
     further: Further = lambda ended: (),
+    old: History | None = None,
     *,
-    again: bool,
+    again: bool = False,
 ) -> Plan:
-    """The plan of a resumed run: points that ended under the same key are not measured again.
+    """The plan of a run. Of a resumed one, points that ended under the same key are not measured again.
 
     Args:
         machines: the machine as each interpreter of the points finds it.
+        old: what the resumed run has; None: it is a new one.
         again: measure failed points again, too.
 
     Raises:
-        UserError: the run's points differ from the spec's points on this machine.
+        UserError: the resumed run's points differ from the spec's points on this machine.
     """
-    if not old.points:  # the run ended before its first point was planned
-        return new_plan(run, points, machines, further)
+    old = old or History(run)
     labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]
-    if labels != [point.label for point in points]:
+    if old.points and labels != [point.label for point in points]:  # without any it ended before the first was planned
         raise UserError(
             f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
         )

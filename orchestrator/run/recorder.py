@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 from orchestrator.database_url import SETTING, RunMissingError, StoreError, StoreUnavailable
@@ -28,7 +29,7 @@ _BATCH = 50  # records of a transaction: few, so that a database which works ans
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 10.0
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Journal and database of one run.
 
     Attributes:
@@ -51,9 +52,6 @@ class Recorder:
         self._renewed_at = float("-inf")
         self._thread = threading.Thread(target=self._follow, name="database", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Recorder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Store the rest, and end the lease and the thread; one that the database keeps waiting is abandoned."""

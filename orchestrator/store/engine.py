@@ -138,30 +138,29 @@ def _identity(path: Path) -> tuple[int, int] | None:
 @contextmanager
 def errors(url: URL) -> Iterator[None]:
     """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
+    name = f"{SETTING}: {shown(url)!r}"
     try:
         yield
-    except IntegrityError as err:
-        text = hide_password(in_a_line(err.orig))
-        raise StoreError(
-            f"{SETTING}: {shown(url)!r}: refused the data ({text}): a record contradicts one that is stored, or is "
-            "there twice; give the journal as the run wrote it"
-        ) from None
     except DBAPIError as err:
         text = hide_password(in_a_line(err.orig))
-        if isinstance(err, OperationalError | InterfaceError | InternalError) or err.connection_invalidated:
-            raise StoreUnavailable(
-                f"{SETTING}: {shown(url)!r}: cannot be reached or used ({text}); start the database or correct the URL"
-            ) from None
-        if getattr(err.orig, "sqlite_errorcode", None) in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: {text}; name another file") from None
-        if isinstance(err, ProgrammingError) and err.statement is None:  # in connecting
-            raise StoreError(f"{SETTING}: {shown(url)!r}: cannot be used ({text}); correct the URL") from None
-        if getattr(err.orig, "sqlstate", None) == _NO_RIGHT:
-            fix = "name a role in the URL that has this right"
-            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: refused ({text}); {fix}") from None
-        if getattr(err.orig, "sqlstate", None) in _NO_TABLE:
-            raise BrokenStoreError(f"{SETTING}: {shown(url)!r}: {text}; run `nsa db upgrade`") from None
-        raise StoreError(f"{SETTING}: {shown(url)!r}: refused the data ({text}); report this as a bug") from None
+        code = getattr(err.orig, "sqlite_errorcode", None) or getattr(err.orig, "sqlstate", None)
+        if isinstance(err, IntegrityError):
+            fix = "a record contradicts one that is stored, or is there twice; give the journal as the run wrote it"
+            error = StoreError(f"{name}: refused the data ({text}): {fix}")
+        elif isinstance(err, OperationalError | InterfaceError | InternalError) or err.connection_invalidated:
+            fix = "start the database or correct the URL"
+            error = StoreUnavailable(f"{name}: cannot be reached or used ({text}); {fix}")
+        elif code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            error = BrokenStoreError(f"{name}: {text}; name another file")
+        elif isinstance(err, ProgrammingError) and err.statement is None:  # in connecting
+            error = StoreError(f"{name}: cannot be used ({text}); correct the URL")
+        elif code == _NO_RIGHT:
+            error = BrokenStoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
+        elif code in _NO_TABLE:
+            error = BrokenStoreError(f"{name}: {text}; run `nsa db upgrade`")
+        else:
+            error = StoreError(f"{name}: refused the data ({text}); report this as a bug")
+        raise error from None
     except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, StatementError) else err)
-        raise StoreError(f"{SETTING}: {shown(url)!r}: cannot hold a value ({text}); correct it") from None
+        raise StoreError(f"{name}: cannot hold a value ({text}); correct it") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -125,22 +124,20 @@ def to_json(store: Store, run_ids: Sequence[str]) -> str:
 
 
 def _run(store: Store, run_id: str) -> dict[str, Any]:
-    metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in _rows(queries.run_metrics(store, run_id)):
-        metrics[row.pop("point_id")].append(row)
-    series: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    columns = ["point_id", "attempt", "name", "rank", "unit"]
-    for _, rows in queries.run_series(store, run_id).groupby(columns, sort=False):
-        [shared] = _rows(rows.loc[:, columns].head(1))
-        samples = {"steps": rows["step"].tolist(), "times": rows["at"].tolist(), "values": rows["value"].tolist()}
-        series[shared.pop("point_id")].append({**shared, **samples})
+    points = []
+    for point_id in queries.points(store, run_id)["point_id"]:
+        series = []
+        columns = ["attempt", "name", "rank", "unit"]
+        for _, rows in queries.series(store, point_id).groupby(columns, sort=False):
+            [shared] = _rows(rows.loc[:, columns].head(1))
+            samples = {"steps": rows["step"].tolist(), "times": rows["at"].tolist(), "values": rows["value"].tolist()}
+            series.append({**shared, **samples})
+        metrics = _rows(queries.metrics(store, point_id))
+        points.append({**(queries.point(store, point_id) or {}), "metrics": metrics, "series": series})
     return {
         **(queries.run(store, run_id) or {"run_id": run_id}),
         "events": _rows(queries.events(store, run_id)),
-        "points": [
-            {**point, "metrics": metrics[point["point_id"]], "series": series[point["point_id"]]}
-            for point in queries.details(store, run_id)
-        ],
+        "points": points,
     }
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -40,7 +41,7 @@ class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mi
     """The journal's disk takes no more now, or the journal is not in its place; it is as it was before."""
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The journal of one run, locked for appending by this process; one thread may append while another reads.
 
     Attributes:
@@ -120,9 +121,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Journal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

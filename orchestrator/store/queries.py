@@ -120,7 +120,8 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
     """One point: the columns of `points`, its config, environment ({} if not recorded); None if the id is unknown."""
-    return next(iter(_details(store, _DETAILS.where(v_points.c.point_id == point_id))), None)
+    found = next(iter(_mappings(store, _DETAILS.where(v_points.c.point_id == point_id))), None)
+    return found and {**found, "environment": found["environment"] or {}}
 
 
 def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
@@ -139,25 +140,10 @@ def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
         return resumed or 0, dict(session.execute(of_run).all())
 
 
-def details(store: Store, run_id: str) -> list[dict[str, Any]]:
-    """The run's points by number; each as `point` gives it."""
-    return _details(store, _DETAILS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
-
-
-def _details(store: Store, query: Select) -> list[dict[str, Any]]:
-    return [{**found, "environment": found["environment"] or {}} for found in _mappings(store, query)]
-
-
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
     """The metrics of a point, with all samples and the method of measurement."""
     query = select(*_METRIC).select_from(Point).join(Point.metrics).where(Point.id == point_id)
     return _frame(store, query.order_by(Metric.id))
-
-
-def run_metrics(store: Store, run_id: str) -> pd.DataFrame:
-    """The columns of `metrics`, after `point_id`, of all points of a run."""
-    query = select(Metric.point_id, *_METRIC).select_from(Point).join(Point.metrics)
-    return _frame(store, query.where(Point.run_id == run_id).order_by(Point.number, Metric.id))
 
 
 def series(
@@ -191,13 +177,6 @@ def series(
         query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
     shown = query.selected_columns
     return _frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.at, shown.step))
-
-
-def run_series(store: Store, run_id: str) -> pd.DataFrame:
-    """The columns of `series`, after `point_id` and in its order, of all points of a run."""
-    query = select(Series.point_id, *_SAMPLE).join(Point, Point.id == Series.point_id).where(Point.run_id == run_id)
-    order = (Point.number, Series.attempt, Series.name, Series.rank, Series.at, Series.step)
-    return _frame(store, query.order_by(*order))
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from orchestrator.store.records import Record
 _LIMIT = text(f"SET LOCAL statement_timeout = '{TIMEOUT_S}s'")  # of a statement that writes
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A results database on SQLite or Postgres, opened by `Store.open`; one process writes, any number read."""
 
     def __init__(self, engine: Engine, *, readonly: bool) -> None:
@@ -127,9 +127,6 @@ class Store:
 
     def close(self) -> None:
         self.engine.dispose()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

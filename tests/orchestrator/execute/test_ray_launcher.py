@@ -19,20 +19,20 @@ from ray.train import WorkerGroupError
 from jobs.process.messages import Cluster
 from jobs.schema.launcher import RanksEnded
 from orchestrator.execute.ray_launcher import RankProgress, driver, end_of_ranks
-from orchestrator.execute.ray_rank import Placed, Post, Raised, RankRaised
+from orchestrator.execute.ray_rank import Placed, Post, RankRaised
 
 
 @pytest.fixture
 def progress() -> RankProgress:
     """Two ranks that have begun on two nodes."""
-    progress = RankProgress(2, lambda _: None)
+    progress = RankProgress(2)
     for number, host in enumerate(("a", "b")):
-        progress.note(Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {}))
+        progress.placed[number] = Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {})
     return progress
 
 
 def test_a_rank_that_died_is_told_from_one_that_raised(progress: RankProgress) -> None:
-    progress.note(Raised(0, "Traceback ..."))
+    progress.tails[0] = "Traceback ..."
     died = RayActorError(None, "the node was running low on memory")
     end = end_of_ranks(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), progress)
     assert isinstance(end, RanksEnded)
@@ -43,7 +43,7 @@ def test_a_rank_that_died_is_told_from_one_that_raised(progress: RankProgress) -
 
 
 def test_a_lost_node_is_told_from_the_exception_of_a_rank_that_missed_it(progress: RankProgress) -> None:
-    progress.note(Raised(1, "Traceback ..."))
+    progress.tails[1] = "Traceback ..."
     error = WorkerGroupError("1 failed", {1: RankRaised("RuntimeError: Connection closed by peer")})
     assert dict(end_of_ranks(error, progress).died) == {}
     end = end_of_ranks(error, progress, {"id-a"})

@@ -75,7 +75,7 @@ def _sum(journal: list[Record]) -> float:
 
 
 def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> None:
-    todo = plan.new_plan(RUN, [_size(0)], CPU, _further)
+    todo = plan.make_plan(RUN, [_size(0)], CPU, _further)
     journal = _measure(todo)
     assert todo.labels == {"r/0": "size 0", "r/1": "size 1", "r/2": "size 2", "r/3": "size 3", "r/4": "sum"}
     assert _sum(journal) == 1 + 2 + 4
@@ -85,10 +85,10 @@ def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> 
 
 @pytest.mark.parametrize("most", range(5))
 def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
-    journal = _measure(plan.new_plan(RUN, [_size(0)], CPU, _further), most)
+    journal = _measure(plan.make_plan(RUN, [_size(0)], CPU, _further), most)
     old = plan.history(journal)
     assert old is not None
-    todo = plan.resumed_plan(RUN, [_size(0)], CPU, old, _further, again=False)
+    todo = plan.make_plan(RUN, [_size(0)], CPU, _further, old)
     journal += _measure(todo)
     assert _sum(journal) == 1 + 2 + 4
     assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
@@ -98,11 +98,11 @@ def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
 
 
 def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
-    journal = _measure(plan.new_plan(RUN, [_size(0)], CPU, _further))
+    journal = _measure(plan.make_plan(RUN, [_size(0)], CPU, _further))
     for code_hash in ("changed", "same"):
         run, old = RUN.model_copy(update={"code_hash": code_hash}), plan.history(journal)
         assert old is not None
-        todo = plan.resumed_plan(run, [_size(0)], CPU, old, _further, again=False)
+        todo = plan.make_plan(run, [_size(0)], CPU, _further, old)
         journal += todo.records  # interrupted before its first point ended
     assert todo.assignments == []
     [end] = [each for each in todo.records if isinstance(each, OutcomeRecord)]
@@ -111,21 +111,21 @@ def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
 
 
 def test_other_points_than_the_runs_are_refused() -> None:
-    old = plan.history(_measure(plan.new_plan(RUN, [_size(0)], CPU, _further)))
+    old = plan.history(_measure(plan.make_plan(RUN, [_size(0)], CPU, _further)))
     assert old is not None
     for points in ([_size(1)], [_size(number) for number in range(9)]):
         with pytest.raises(UserError, match="its points differ from the spec's points"):
-            plan.resumed_plan(RUN, points, CPU, old, _further, again=False)
+            plan.make_plan(RUN, points, CPU, _further, old)
 
 
 def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None], **changes: object) -> plan.Plan:
     """The plan of a run of two points that were ok, resumed; the first with changes of its history."""
     points = [_size(0), _size(1)]
-    old = plan.history(plan.new_plan(then, points, CPU).records)
+    old = plan.history(plan.make_plan(then, points, CPU).records)
     assert old is not None
     old.points = {name: replace(point, state=PointState.OK, attempt=1) for name, point in old.points.items()}
     old.points["r/0"] = replace(old.points["r/0"], **changes)
-    return plan.resumed_plan(now, points, {None: machine}, old, again=False)
+    return plan.make_plan(now, points, {None: machine}, old=old)
 
 
 def _events(todo: plan.Plan) -> list[str]:

@@ -16,7 +16,7 @@ from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import ExecutorGone
 from orchestrator.messages import Assignment, BatchEnded, Conditions
-from orchestrator.run.plan import new_plan
+from orchestrator.run.plan import make_plan
 from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
@@ -79,7 +79,7 @@ def run(tmp_path: Path):
     def run(executor: Script, count: int, *, warm=False, stopped=lambda: None, store=None, slots=1, retries=1, **often):
         points = [Point("k", f"p{number}", {}) for number in range(count)]
         begun = RunRecord(run_id="r", name="t", kind="k", spec={}, spec_hash="")
-        todo = new_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)})
+        todo = make_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)})
         conditions, path = Conditions("cpu", Deadlines(), warm=warm, store=store), tmp_path / journal.NAME
         with (
             Journal(path) as book,
