@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import streamlit as st
 
-from dashboard import data, decision, grids, help_pages, parts
+from dashboard import data, grids, help_pages, parts
 from dashboard.address import leave
-from jobs.schema.states import Origin, RunState
+from jobs.schema.quantities import in_words
+from jobs.schema.states import Origin, Result, RunState
 from orchestrator.errors import UserError
+from orchestrator.judge.crossover import Crossing
+from orchestrator.judge.decisions import Decision
+from orchestrator.judge.growth import short
+from orchestrator.judge.steps import merged, total
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 from orchestrator.store import Store
 
 LATEST = 5
+_ANY_MACHINE = "Any machine"  # the column of a target that names no hardware
+_TRANSFERRED = "⇄"
+_NO_RULE = ":gray[–]"
+_MEANING = {Result.GO: "holds", Result.NO_GO: "fails", Result.UNKNOWN: "open"}
+# A value is a link: it looks like text, so that twenty of them stay readable, and like a link under the pointer.
+_STYLE = """<style>
+[class*=st-key-rules-] td a { color: inherit !important; text-decoration: none !important; }
+[class*=st-key-rules-] td a:is(:hover, :focus-visible) { text-decoration: underline dotted !important; }
+[class*=st-key-rules-] :is(td, th), .st-key-crossovers :is(td, th),
+[class*=st-key-answers-] :is(td, th) { padding: 0.1rem 0.5rem !important; }
+[class*=st-key-rules-] :is(td, th):first-child * { white-space: nowrap; }
+[class*=st-key-reasons-] td { padding: 0.3rem 0.5rem !important; vertical-align: top; }
+[class*=st-key-reasons-] td:nth-child(1) { width: 30%; }
+[class*=st-key-reasons-] td:nth-child(2) { width: 17%; }
+[class*=st-key-reasons-] td:nth-child(4) { width: 13%; }
+[class*=st-key-rules-] td p { font-variant-numeric: tabular-nums; }
+@media (max-width: 640px) {
+  [class*=st-key-rules-] :is(td, th) { padding: 0.1rem 0.25rem !important; }
+  [class*=st-key-rules-] :is(td, th):first-child * { white-space: normal; }
+}
+[class*=st-key-decision-] h3 { padding: 0 0 0.9rem; }
+</style>"""
 
 
 @data.explained
@@ -60,9 +89,10 @@ def _decisions(store: Store) -> None:
         help_pages.explain(err)
         return
     if crossings:
-        decision.pays(crossings)
+        _pays(crossings)
+    st.html(_STYLE)
     for each in decisions:
-        decision.show(each)
+        card(each)
 
 
 @data.explained
@@ -74,6 +104,186 @@ def _runs_table(store: Store, live: bool) -> None:
     chosen = grids.runs(frame, key="latest-runs")
     if chosen is not None:
         leave("runs", run=chosen)
+
+
+def card(decision: Decision) -> None:
+    """Draw the card."""
+    # Measured machines, those with evidence of a similar card, then others: a narrow screen shows the first alone.
+    machines = {
+        _title(decision, verdict): verdict
+        for verdict in sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
+    }
+    with st.container(border=True, key=f"decision-{decision.name}", gap="xsmall"):
+        st.markdown(f"### {parts.badge(decision.result, parts.RESULTS)} {parts.plain(decision.title)}")
+        st.markdown("  \n".join(map(parts.plain, decision.sentences)))
+        if (plan := decision.plan) is not None:
+            measured = [
+                f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
+                f"{parts.number(plan.hours_at(rule.value), 'h')}"
+                for verdict in machines.values()
+                for rule in verdict.rules
+                if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value and not rule.transferred
+            ]
+            st.caption(
+                f"**Plan** {plan.steps:,} steps × {plan.tokens_per_step:,} tokens in {plan.hours:g} h "
+                f"need {parts.number(plan.needed, 'tok/s')} · **Measured** {'; '.join(measured) or 'nothing yet'}"
+            )
+        if any(verdict.judged for verdict in machines.values()):
+            if not any(verdict.questions for verdict in decision.verdicts):
+                _rules(decision.name, machines)
+            else:
+                _answers(decision.name, machines)
+                label = "The rules, with their values and evidence"
+                with st.expander(label, icon=":material/rule:", key=f"all-{decision.name}", bind="query-params"):
+                    _rules(decision.name, machines)
+        _reasons(decision.name, machines)
+        if decision.steps:
+            _steps(decision)
+
+
+def _pays(crossings: list[Crossing]) -> None:
+    """Draw where NSA begins to pay: a line a workload and card, with the ratios at the lengths measured."""
+    rows = []
+    for each in crossings:
+        ratios = " · ".join(f"{short(length)}\N{NO-BREAK SPACE}{ratio:.2f}" for length, ratio in each.ratios.items())
+        rows.append(
+            {
+                "Workload": parts.plain(each.title),
+                "Card": parts.plain(each.hardware.title.removeprefix("1× ")),
+                "NSA begins to pay": f"**{parts.plain(each.words)}**",
+                "Time of NSA / fastest dense attention, by S": ratios,
+            }
+        )
+    with st.container(border=True, key="crossovers", gap="xsmall"):
+        st.markdown("### Where NSA begins to pay")
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
+def _title(decision: Decision, verdict: TargetVerdict) -> str:
+    """The machine's title, told apart from another machine's of the same title."""
+    titles = [_machine(each) for each in decision.verdicts]
+    title = _machine(verdict)
+    return parts.plain(title if titles.count(title) == 1 else f"{title} ({verdict.name.rpartition('/')[2]})")
+
+
+def _machine(verdict: TargetVerdict) -> str:
+    return verdict.hardware.title if verdict.hardware else _ANY_MACHINE
+
+
+def _answers(name: str, machines: dict[str, TargetVerdict]) -> None:
+    """Draw a line a machine: the verdict, the answers to the questions, and what it would take to find out."""
+    rows = []
+    for title, verdict in machines.items():
+        answers = {question.capitalize(): _sign(result, str(result)) for question, result in verdict.questions.items()}
+        left = total(merged(rule.step for rule in verdict.rules if rule.step)).replace("$", "\\$")
+        verdicts = {"Machine": title, "Verdict": _sign(verdict.result, str(verdict.result))}
+        rows.append({**verdicts, **answers, "To find out": left})
+    with st.container(key=f"answers-{name}"):
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
+def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
+    """Draw a line a rule with a column a machine; a value links to its point, with the reason as hover text."""
+    by_rule: dict[str, list[RuleVerdict]] = {}
+    for verdict in machines.values():
+        for rule in verdict.rules:
+            by_rule.setdefault(rule.rule, []).append(rule)
+    columns = {}
+    for title, verdict in machines.items():
+        cells = {rule.rule: _cell(rule) for rule in verdict.rules}
+        columns[title] = [_sign(verdict.result, str(verdict.result)), *(cells.get(rule, _NO_RULE) for rule in by_rule)]
+    # All bounds where machines differ, so that a line breaks between them only.
+    bounds = [" or ".join(dict.fromkeys(parts.bound(rule) for rule in rules)) for rules in by_rule.values()]
+    names = [parts.plain(in_words(rule)) for rule in by_rule]
+    legend = [f"{_sign(result)} {meaning}" for result, meaning in _MEANING.items()]
+    if any(rule.transferred for rules in by_rule.values() for rule in rules):
+        legend.append(f"{_TRANSFERRED} measured on a similar card")
+    if any(len(rules) < len(machines) for rules in by_rule.values()):
+        legend.append(f"{_NO_RULE} no rule there")
+    lines = [" · ".join([*legend, "hover a value for its reason, click for its point"])]
+    for verdict in machines.values():
+        if len(verdict.commits) > 1:
+            lines.append(
+                f":orange[:material/difference:] {parts.plain(_machine(verdict))}: the rules rest on different "
+                f"commits: {', '.join(map(parts.code, verdict.commits))}"
+            )
+    with st.container(key=f"rules-{name}", gap="xsmall"):
+        table = pd.DataFrame({"Rule": ["**Verdict**", *names], "Bound": ["", *bounds], **columns})
+        st.table(table, border="horizontal", hide_index=True)
+        st.caption("  \n".join(lines))
+
+
+def _cell(rule: RuleVerdict) -> str:
+    """A rule's sign and value; with evidence a link to the first of its points, whose hover text is the reason."""
+    text = _sign(rule.result)
+    hover = [f"{rule.title}: {rule.result}"]
+    if rule.value is not None:
+        text += f"\N{NO-BREAK SPACE}{parts.number(rule.value, rule.unit)}"
+    if rule.margin is not None:
+        hover.append(f"bound {parts.bound(rule)}, margin {parts.number(rule.margin, rule.unit)}")
+    if rule.transferred:
+        text += f" {_TRANSFERRED}"
+        hover.append(f"measured on {rule.transferred}")
+    return parts.point_link(rule.evidence[0], text, hover="; ".join([*hover, rule.reason])) if rule.evidence else text
+
+
+def _sign(result: Result, name: str = "") -> str:
+    look = parts.RESULTS[result]
+    return f":{look.color}[{look.sign} **{name}**]" if name else f":{look.color}[{look.sign}]"
+
+
+def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
+    """Draw the rules on the chosen machine with their reasons and all their points."""
+    label = "Reasons and evidence on"
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(label, width="content")
+        chosen = st.segmented_control(
+            label, list(machines), key=f"why-{name}", bind="query-params", label_visibility="collapsed"
+        )
+    if chosen is None:
+        return
+    rows = []
+    for rule in machines[chosen].rules:
+        figures = [] if rule.value is None else [parts.number(rule.value, rule.unit)]
+        figures.append(f"bound\N{NO-BREAK SPACE}{parts.bound(rule)}")
+        if rule.margin is not None:
+            figures.append(f"margin\N{NO-BREAK SPACE}{parts.number(rule.margin, rule.unit)}")
+        title = f"{parts.badge(rule.result, parts.RESULTS)} {parts.plain(rule.title)}"
+        why = parts.plain(rule.reason)
+        rows.append({"Rule": title, "Value": ", ".join(figures), "Why": why, "Evidence": parts.evidence(rule.evidence)})
+    with st.container(key=f"reasons-{name}"):
+        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
+def _steps(decision: Decision) -> None:
+    """Draw the commands that would settle the open rules, and what no command settles yet."""
+    ready = [step for step in decision.steps if step.command]
+    minutes = [step.minutes for step in ready if step.minutes is not None]
+    label = f"What would settle the open rules: {parts.count(len(ready), 'command')}"
+    if minutes and len(minutes) == len(ready):
+        label += f", about {parts.number(round(sum(minutes)) / 60, 'h')}"
+    if costs := [step.cost for step in ready if step.cost is not None]:
+        label += f", \\${sum(costs):.2f}"
+    with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
+        for step in ready:
+            gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
+            time = (
+                "time unknown"
+                if step.minutes is None
+                else f"about {parts.number(max(1, round(step.minutes)) / 60, 'h')}"
+            )
+            time += "" if step.cost is None else f", \\${step.cost:.2f}"
+            text = f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {parts.plain(', '.join(step.settles))}"
+            st.markdown(text, help=parts.plain(step.basis) or None)
+            st.code(step.command, language="bash", wrap_lines=True)
+        if ready:
+            plan, resolve = (parts.code(f"nsa {command} {decision.name}") for command in ("plan", "resolve"))
+            st.caption(f"{plan} prints them; {resolve} runs those that this cluster can run.")
+        if len(ready) < len(decision.steps):
+            st.markdown("**No command of this version measures:**")
+        for step in decision.steps[len(ready) :]:  # those without a command are last
+            text = f"{', '.join(step.settles)} on {step.hardware}: {step.lacking}"
+            st.markdown(f"- {parts.plain(text)}")
 
 
 if __name__ == "__main__":

@@ -117,12 +117,6 @@ def duration(start: object, end: object) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def minutes(length: float) -> str:
-    """A predicted duration [min], as 12 min or 1 h 05 min; at least 1 min."""
-    hours, rest = divmod(max(1, round(length)), 60)
-    return f"{hours} h {rest:02d} min" if hours else f"{rest} min"
-
-
 def tally(row: Mapping[str, Any]) -> str:
     """Point counts by state, omitting zeros, and how many of them are measured again just now."""
     names = {name: name for name in ("ok", "failed", "skipped", "cancelled", "running", "pending")}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pandas as pd
 import streamlit as st
-from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import data, grids, help_pages, parts
-from dashboard.address import Address
 from dashboard.live import live_series
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Plot, Quantities, in_words, readable_range
@@ -29,8 +27,10 @@ _NAME = 100  # characters shown of a name
 @data.explained
 def page() -> None:
     store = data.open_store()
-    st.query_params.from_dict(st.query_params.to_dict())  # a link within a page does not update the browser's address
     run_id, point_id = st.query_params.get("run"), st.query_params.get("point")
+    for name, value in (("run", run_id), ("point", point_id)):
+        if value:  # a link within a page does not update the browser's address
+            st.query_params[name] = value
     if point_id and not run_id:
         run_id = point_id.rpartition("/")[0]
     if run_id and point_id:
@@ -49,28 +49,24 @@ def _list_page(store: Store) -> None:
     filters = _filters(store)
     live = bool(data.counts(store)["runs_running"])
     st.caption("Click a row to open the run.")
-    st.fragment(_list, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, *filters)
+    st.fragment(_list, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, filters)
 
 
-def _filters(store: Store) -> tuple[str | None, str | None, str | None, str | None]:
-    address, kinds = Address(), sorted(data.runs(store)["kind"].unique())
+def _filters(store: Store) -> dict[str, str | None]:
     columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
-    text = columns[0].text_input(
-        "Search", placeholder="id, name, source or host", icon=":material/search:", **address.one("text", None)
-    )
-    chosen = [
-        column.selectbox(name.capitalize(), options, index=None, placeholder="any", **address.one(name, options))
-        for column, (name, options) in zip(
-            columns[1:], {"origin": list(Origin), "state": list(RunState), "kind": kinds}.items(), strict=True
-        )
-    ]
-    address.tell()
-    return text or None, *chosen
+    hint = "id, name, source or host"
+    text = columns[0].text_input("Search", placeholder=hint, icon=":material/search:", key="text", bind="query-params")
+    options = {"origin": list(Origin), "state": list(RunState), "kind": sorted(data.runs(store)["kind"].unique())}
+    filters = {"text": text or None}
+    for column, (name, values) in zip(columns[1:], options.items(), strict=True):
+        title, shown = name.capitalize(), [str(value) for value in values]
+        filters[name] = column.selectbox(title, shown, index=None, placeholder="any", key=name, bind="query-params")
+    return filters
 
 
 @data.explained
-def _list(store: Store, text: str | None, origin: str | None, state: str | None, kind: str | None) -> None:
-    frame = data.runs(store, text=text, origin=origin, state=state, kind=kind)
+def _list(store: Store, filters: Mapping[str, Any]) -> None:
+    frame = data.runs(store, **filters)
     if frame.empty:
         st.info("No run fits these filters.", icon=":material/filter_alt_off:")
         return
@@ -91,7 +87,7 @@ def _run_page(store: Store, run_id: str) -> None:
     with st.container(horizontal=True, vertical_alignment="center"):
         grids.rows_button(lambda: data.csv(store, [run_id]), run_id)
         st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
-    provenance, spec, events = _tabs(["Provenance", "Spec", "Events"], "Provenance")
+    provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"], key="tab", bind="query-params")
     with provenance:
         _table(_provenance(run))
     with spec:
@@ -178,7 +174,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     _measured(store, point)
     names = ["Environment", "Configuration", "Logs and artifacts"]
     first = names[0] if point["state"] == PointState.OK else names[2]
-    environment, config, files = _tabs(names, first)
+    environment, config, files = st.tabs(names, default=first, key="part", bind="query-params")
     with environment:
         if point["environment"]:
             _table({parts.plain(name): _cell(value) for name, value in flat(point["environment"]).items()})
@@ -188,14 +184,6 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
         st.json(point["config"], expanded=2)
     with files:
         _files(store, data.run(store, run_id) or {}, point)
-
-
-def _tabs(names: list[str], first: str) -> Sequence[DeltaGenerator]:
-    """Tabs whose open one is in the address."""
-    address = Address(own=("run", "point"))
-    tabs = st.tabs(names, **address.one("tab", names, first))
-    address.tell()
-    return tabs
 
 
 @data.explained

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from dashboard import choice as choosing
 from dashboard import data, grids, help_pages, parts
-from dashboard.address import Address, leave
-from dashboard.choice import MEMORY, TOGETHER, Choice
+from dashboard.address import NONE, bound, leave
+from jobs.schema import quantities as declared
 from jobs.schema.plain_text import for_html
 from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
-from jobs.schema.states import FAILED, Origin, PointState
+from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.judge.branches import BranchShares, shares_frame, take_overs
+from orchestrator.judge.growth import MIN_LENGTHS
 from orchestrator.report import charts, series
 from orchestrator.report.scaling_chart import drawable, scaling_chart
 from orchestrator.store import Store
 
+MEMORY = tuple(quantity.name for quantity in declared.MEMORY)  # a chart needs only one kind of memory
+BESIDE, TOGETHER = "beside", "together"
+_AT_ONCE = 50  # complete runs read in one step of the search for the default
+_ENOUGH = 5  # lengths of one series that make a sweep worth opening with
 CHART_HEIGHT = 380  # pixels
 GROWTH = (
     "Asymptotic exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to the "
@@ -32,6 +39,61 @@ _ENTRY = "display: flex; align-items: baseline; gap: 0.4rem; overflow-wrap: anyw
 _MARK = "width: 1rem; flex: none; text-align: center; font-size: 1.15rem; line-height: 1"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The reader's selection.
+
+    Attributes:
+        filters: the values to show, by column of points, metrics and fits; none: all.
+    """
+
+    run_ids: tuple[str, ...]
+    filters: Mapping[str, Sequence[str]]
+    layout: str = BESIDE
+
+    def select(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Selected rows of a frame of points, metrics or fits."""
+        frame = _with_shapes(frame)
+        for column, wanted in self.filters.items():
+            if wanted and column in frame:
+                frame = frame.loc[frame[column].map(series.text).isin(wanted)]
+        return frame
+
+
+def _with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(shape=[series.shape(row) for row in frame.to_dict("records")])
+
+
+def choose(store: Store, runs: pd.DataFrame) -> Choice:
+    """Draw the controls. Returns the choice, which the address keeps."""
+    names = {
+        row["run_id"]: f"{parts.ORIGINS[row['origin']].sign} {row['name']} · {row['created_at']:%Y-%m-%d %H:%M}"
+        for row in runs.sort_values("origin", kind="stable").to_dict("records")
+    }
+    reported = runs[runs["origin"] == Origin.REPORTED]["run_id"].tolist()
+    usual = [*_sweep(store, runs), *_curve_of_the_start(store, reported)]
+    binding = bound("run", list(names), usual, empty=NONE)
+    run_ids = st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **binding)
+    planned = _with_shapes(data.states(store, run_ids=run_ids))  # filters also offer points that have not ended
+    own = {column: (label, []) for column, label in sorted(data.own_axes(store, run_ids).items())}
+    controls = {
+        "pass": ("Pass", _usual_passes(planned)),
+        "workload": ("Workload", []),
+        "device": ("Device", []),
+        "shape": ("Shape", _usual_shapes(planned)),
+        **{column: control for column, control in own.items() if column in planned},
+        "implementation": ("Implementation", _curves(planned)),
+    }
+    filters = {column: _pick(label, column, planned[column], usual) for column, (label, usual) in controls.items()}
+    layout = BESIDE
+    if len(set(planned["origin"])) > 1:
+        label, options = "Reported results, beside our charts or in them", [BESIDE, TOGETHER]
+        layout = st.segmented_control(
+            label, options, default=BESIDE, required=True, key="reported", bind="query-params"
+        )
+    return Choice(tuple(run_ids), filters, layout or BESIDE)
+
+
 @data.explained
 def page() -> None:
     store = data.open_store()
@@ -40,12 +102,10 @@ def page() -> None:
         st.title("Scaling")
         help_pages.nothing_yet()
         return
-    address = Address()
     with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
         st.title("Scaling", width="content")
         with st.popover("Runs and filters", icon=":material/tune:", width="content"):
-            choice = choosing.choose(store, runs, address)
-    address.tell()
+            choice = choose(store, runs)
     if not choice.run_ids:
         st.info("Choose a run under *Runs and filters*.", icon=":material/arrow_upward:")
         return
@@ -224,6 +284,80 @@ def _rows(store: Store, run_ids: Sequence[str], rows: pd.DataFrame) -> None:
 def _open_point(point_id: str | None) -> None:
     if point_id is not None:
         leave("runs", run=point_id.rpartition("/")[0], point=point_id)
+
+
+def _sweep(store: Store, runs: pd.DataFrame) -> list[str]:
+    """Id of the run to open with: our newest complete sweep over enough lengths, a scaling sweep before other kinds.
+
+    Enough are five lengths of one series, or the most that any complete run has. Without a complete run over three
+    lengths: the newest with results, else the newest.
+    """
+    ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
+    # A run is complete if it is done, or was and some of its points are measured again.
+    unended = ("running", "pending", "cancelled")
+    complete = [
+        run
+        for run in ours
+        if run["ok"] >= MIN_LENGTHS
+        and (run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in unended)))
+    ]
+    lengths: dict[str, int] = {}
+    for first in range(0, len(complete), _AT_ONCE):  # mostly, the newest runs have one
+        batch = complete[first : first + _AT_ONCE]
+        lengths |= data.lengths(store, [run["run_id"] for run in batch])
+        if any(run["kind"] == "scaling" and lengths.get(run["run_id"], 0) >= _ENOUGH for run in batch):
+            break
+    most = max(lengths.values(), default=0)
+    if most >= MIN_LENGTHS:
+        sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= min(_ENOUGH, most)]
+        return [min(sweeps, key=lambda run: run["kind"] != "scaling")["run_id"]]
+    return [run["run_id"] for run in ([run for run in ours if run["ok"]] or ours)[:1]]
+
+
+def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
+    """Ids of reported runs with a fit of a whole model's memory: the curve from which this project started."""
+    fits = data.fits(store, reported).to_dict("records")
+    return sorted({fit["run_id"] for fit in fits if fit["workload"] == "model" and fit["metric"] in MEMORY})
+
+
+def _usual_passes(states: pd.DataFrame) -> list[str]:
+    """Default passes: forward+backward, and all passes of runs without it (decoding)."""
+    usual: set[str] = set()
+    for _, passes in states.groupby("run_id")["pass"]:
+        named = set(passes.dropna())
+        usual |= named & {"forward+backward"} or named
+    return sorted(usual) if usual < set(states["pass"].dropna()) else []
+
+
+def _curves(states: pd.DataFrame) -> list[str]:
+    """Default implementations: all measured ones, and reported ones with at least three lengths (a curve)."""
+    ours: set[str] = set()
+    lengths: dict[str, set[float]] = defaultdict(set)
+    for point in states.to_dict("records"):
+        if point["origin"] == Origin.MEASURED and point["implementation"]:
+            ours.add(point["implementation"])
+        elif point["state"] == PointState.OK and point["implementation"]:
+            lengths[point["implementation"]].add(point["seq_len"])
+    shown = ours | {name for name, found in lengths.items() if len(found) >= MIN_LENGTHS}
+    return sorted(shown) if shown < set(states["implementation"].dropna()) else []
+
+
+def _usual_shapes(states: pd.DataFrame) -> list[str]:
+    """Default shapes: all, but one of a sweep over three or more, whose lines would hide each other."""
+    sweeps = states[states["shape"] != ""].groupby(["run_id", "workload"])["shape"].unique().map(sorted)
+    usual = {shape for shapes in sweeps for shape in (shapes if len(shapes) < 3 else shapes[:1])}
+    return sorted(usual) if usual < set(states["shape"]) - {""} else []
+
+
+def _pick(label: str, name: str, values: Iterable[Any], default: Sequence[str]) -> list[str]:
+    options = sorted({text for value in values if (text := series.text(value))})
+    if name == "shape" and len(options) < 2:
+        return []
+    binding = bound(name, options, default)
+    label = parts.plain(label)
+    if len(options) > 8:
+        return st.multiselect(label, options, placeholder="all", **binding)
+    return st.pills(label, options, selection_mode="multi", format_func=parts.plain, help="none chosen: all", **binding)
 
 
 if __name__ == "__main__":

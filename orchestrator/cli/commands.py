@@ -351,10 +351,10 @@ def diagnose(
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
         say(diagnosis.this_host())
         return
-    from orchestrator.cli.lookup import find_run, open_store
+    from orchestrator.cli.lookup import open_store
 
     with open_store() as store:
-        for text in diagnosis.attach(store, find_run(store, attach), point, seconds):
+        for text in diagnosis.attach(store, attach, point, seconds):
             say(text)
 
 
@@ -468,13 +468,12 @@ def plan(
     target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None, gates: Rules = None
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
-    from orchestrator.cli import console
-    from orchestrator.cli import resolve as resolving
+    from orchestrator.cli import console, submission
     from orchestrator.judge.verdicts import load_gates
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
-    resolving.check_commands(rules)
+    submission.check_commands(rules)
     console.plan(_decide(settings, rules))
 
 
@@ -485,15 +484,14 @@ def resolve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say which commands would run, and run none")] = False,
 ) -> None:
     """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
-    from orchestrator.cli import console
-    from orchestrator.cli import resolve as resolving
+    from orchestrator.cli import console, submission
     from orchestrator.judge.verdicts import load_gates
     from orchestrator.report import summary
 
     settings = load_settings()
     rules = load_gates(gates or settings.gates).only(target)
-    resolving.check_commands(rules)
-    resolving.run(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
+    submission.check_commands(rules)
+    submission.run_steps(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
     found = _decide(settings, rules)
     summary.print_gate(found, console.out)
     raise typer.Exit(_exit_code(found))

@@ -22,6 +22,7 @@ import psutil
 from jobs.process import stacks
 from jobs.schema.plain_text import for_file, in_a_line
 from jobs.schema.states import Origin, RunState
+from orchestrator.cli.lookup import find_run
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 
@@ -61,17 +62,19 @@ def this_host() -> str:
     return describe(found, advise(found), _shown())
 
 
-def attach(store: Store, run_id: str, number: int | None, seconds: float) -> Iterator[str]:
+def attach(store: Store, run: str, number: int | None, seconds: float) -> Iterator[str]:
     """Diagnosis of each running point of a run, as `this_host`.
 
     Args:
+        run: as the user names it.
         number: index of the only point to look at; None: all that run.
         seconds: time to watch its processes for.
 
     Raises:
+        UserError: there is no such run.
         NotLiveError: the run, or the point, is not running.
     """
-    for row in _running(store, run_id, number):
+    for row in _running(store, find_run(store, run), number):
         yield _diagnosed(store, row, seconds)
 
 

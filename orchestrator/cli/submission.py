@@ -1,4 +1,4 @@
-"""Ray's job submission for `nsa submit`, `logs` and `cancel`; like `ray job submit`, with provenance added.
+"""Ray's job submission for `nsa submit`, `resolve`, `logs` and `cancel`; like `ray job submit`, with provenance.
 
 A run is cancelled by stopping its job; where its driver is gone already, its unfinished points are marked.
 """
@@ -15,24 +15,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jobs.schema.plain_text import in_a_line
+from jobs.schema.plain_text import error_in_a_line, in_a_line
 from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
+from orchestrator.cli import console
 from orchestrator.cli.services import asks_for_token, ray_answers
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect
+from orchestrator.judge.rules import READY_SPECS, Gates, GatesError
+from orchestrator.judge.steps import Step
 from orchestrator.provenance import git_state
-from orchestrator.settings import Settings
+from orchestrator.run import driver
+from orchestrator.settings import Settings, check_current_folder
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, held, owner, read
 from orchestrator.store.lease import LeaseHeld
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
-from orchestrator.terminal import warn
+from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
+_ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names a node's cards
+_MOST_NODES = 10_000  # Ray's own limit
 T = TypeVar("T")
 
 _REASON = 300  # characters
@@ -116,11 +123,6 @@ def job_status(settings: Settings, submission_id: str) -> JobStatus:
     return _known(lambda: _client(settings).get_job_status(submission_id), submission_id)
 
 
-def stop(settings: Settings, submission_id: str) -> bool:
-    """Ask Ray to stop the job; its driver then cancels the remaining points. False if it had ended already."""
-    return _known(lambda: _client(settings).stop_job(submission_id), submission_id)
-
-
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     """Stop the run's Ray job; if its driver is gone already, mark its unfinished points as cancelled.
 
@@ -136,7 +138,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         return f"{run_id} has ended already: {run['state']}"
     job = run["submission_id"]
     try:
-        if job and stop(settings, str(job)):
+        if job and _known(lambda: _client(settings).stop_job(job), job):  # its driver cancels the remaining points
             return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
     except SubmissionError as err:
         gone = f"its job could not be asked to stop ({err})"
@@ -218,17 +220,115 @@ def _endings(store: Store, run_id: str) -> list[Record]:
     return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_CANCELLED, resumed=run["resumed"])]
 
 
-def no_cluster(settings: Settings) -> SubmissionError:
-    """The error of an address at which no cluster answers."""
-    return SubmissionError(
-        f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: no Ray cluster answers there; start one with `nsa up`, "
-        "or run without one: python -m jobs SPEC --local"
-    )
+def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> None:
+    """Submit each step that a node can run, and follow it to its end; say which are not run, and why.
+
+    A failed step does not stop the next.
+
+    Raises:
+        SubmissionError: no cluster answers.
+    """
+    nodes = cluster_nodes(settings) if any(step.command for step in steps) else []
+    for step in steps:
+        settled = f"{', '.join(step.settles)} on {step.hardware}"
+        if step.command is None:
+            _say(f"no command settles {settled}: {step.lacking}")
+        elif not any(node.can_run(step) for node in nodes):
+            cards = {f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus}
+            _say(
+                f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
+                f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"
+            )
+        elif dry_run:
+            _say(f"would run: {step.command}: {console.cost(step)}; settles {settled}")
+        else:
+            _say(f"running: {step.command}: {console.cost(step)}; settles {settled}")
+            _say(f"{_run_step(settings, step) or 'done'}: {step.command}")
+
+
+def check_commands(rules: Gates) -> None:
+    """Raise GatesError if the spec of a rule's command refuses the values that the rule sets in it.
+
+    SettingsError: the current folder was deleted.
+    """
+    check_current_folder()
+    for target in rules.targets:
+        for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
+            if measure.spec is None:
+                continue
+            try:
+                load_spec(READY_SPECS / measure.spec, measure.set)
+            except SpecError as err:
+                raise GatesError(f"set: {list(measure.set)}: {measure.spec} refuses it: {err}") from None
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster: its GPUs and Ray's types of them."""
+
+    gpus: float
+    accelerators: frozenset[str]
+
+    def can_run(self, step: Step) -> bool:
+        """Whether a step fits on it."""
+        return self.gpus >= step.gpus and (step.accelerator is None or step.accelerator in self.accelerators)
+
+
+def cluster_nodes(settings: Settings) -> list[Node]:
+    """The living nodes, as the cluster's dashboard lists them; this process does not join it.
+
+    Raises:
+        SubmissionError: no cluster answers.
+    """
+    _check_ray(settings)
+    from ray.util.state import list_nodes
+
+    try:
+        listed = list_nodes(settings.ray_dashboard, [("state", "=", "ALIVE")], limit=_MOST_NODES, detail=True)
+    except Exception as err:  # also of an answer of another server than Ray's
+        raise SubmissionError(
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes ({error_in_a_line(err)}); "
+            "look at `nsa status`"
+        ) from None
+    nodes = []
+    for each in listed:
+        resources = vars(each)["resources_total"]
+        types = {name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)}
+        nodes.append(Node(float(resources.get("GPU", 0)), frozenset(types)))
+    return nodes
+
+
+def _run_step(settings: Settings, step: Step) -> str | None:
+    """Run a step to its end. Returns the problem in a word or a line; None if it succeeded."""
+    assert step.spec is not None, "a step with a command has a spec"
+    spec = READY_SPECS / step.spec
+    try:
+        driver.check([str(spec), *(item for override in step.overrides for item in ("--set", override))])
+        job = submit(settings, spec, step.overrides).job
+        _say(f"submitted {job}")
+        for text in follow(settings, job):
+            say(text, end="")
+        status = job_status(settings, job)
+    except (UserError, SpecError) as err:
+        return f"failed ({'; '.join(str(err).splitlines())})"
+    return None if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
+
+
+def _say(text: str) -> None:
+    console.out.print(text, markup=False, soft_wrap=True)
+
+
+def _check_ray(settings: Settings) -> None:
+    """Raise SubmissionError if no cluster answers."""
+    if not ray_answers(settings):
+        raise SubmissionError(
+            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: no Ray cluster answers there; start one with `nsa up`, "
+            "or run without one: python -m jobs SPEC --local"
+        )
 
 
 def _client(settings: Settings) -> JobSubmissionClient:
-    if not ray_answers(settings):
-        raise no_cluster(settings)
+    _check_ray(settings)
     ray_token.send_it()
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient

@@ -58,12 +58,11 @@ class Evidence:
 
     def _read_values(self, run_id: str) -> dict[str, dict[str, tuple[float, str]]]:
         """A run's metrics by point and name."""
-        found: dict[str, dict[str, tuple[float, str]]] = {}
         frame = queries.measurements(self.store, run_ids=[run_id])
-        columns = (frame[name] for name in ("point_id", "metric", "value", "unit"))
-        for point_id, metric, value, unit in zip(*columns, strict=True):
-            found.setdefault(point_id, {})[metric] = value, unit
-        return found
+        return {
+            str(point_id): dict(zip(rows["metric"], zip(rows["value"], rows["unit"], strict=True), strict=True))
+            for point_id, rows in frame.groupby("point_id")
+        }
 
 
 class Spec:
@@ -158,31 +157,22 @@ class Spec:
         return [float(each) for row in rows if row["name"] == metric for each in row["samples"] or ()]
 
     def details(self, **axes: object) -> Mapping[str, Any]:
-        """Configuration, environment and route of the first point with these axes that has an environment; {}."""
+        """Configuration, environment and route of the first point with these axes that has an environment."""
         for row in self.points(**axes):
             if (found := queries.point(self._evidence.store, row["point_id"])) and found["environment"]:
                 return found
-        return {}
-
-    def environment(self, **axes: object) -> Mapping[str, Any]:
-        return self.details(**axes).get("environment") or {}
-
-    def config(self, **axes: object) -> Mapping[str, Any]:
-        return self.details(**axes).get("config") or {}
-
-    def route(self, **axes: object) -> Mapping[str, Any]:
-        return self.details(**axes).get("route") or {}
+        return {"config": {}, "environment": {}, "route": {}}
 
     def card(self, **axes: object) -> str:
         """The card of the first point with these axes, as "H100"; "CPU" without one, "" without a point."""
         if not self.points(**axes):
             return ""
-        name = self.environment(**axes).get("gpu", {}).get("name")
+        name = self.details(**axes)["environment"].get("gpu", {}).get("name")
         return str(name).removeprefix("NVIDIA ").split()[0] if name else "CPU"
 
     def mode(self, **axes: object) -> str:
         """Cards and mode of the first point with these axes: "2 × H100, compiled, CUDA graphs"; "" without one."""
-        config, card = self.config(**axes), self.card(**axes)
+        config, card = self.details(**axes)["config"], self.card(**axes)
         if not config:
             return ""
         layout = config.get("layout") or config.get("ranks") or {}  # runs before 0.2.0 have it as `ranks`

@@ -321,14 +321,14 @@ def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, fol
         label = queries.points(store, RUN).set_index("number")["label"][0]
     visit(page, f"{address}/runs?run={RUN}&point={RUN}/0", label)
     page.get_by_role("tab", name="Logs and artifacts").click()
-    page.wait_for_url("**tab=**")  # the page is drawn again, and a click on a button of before would be lost
+    page.wait_for_url("**part=**")  # the page is drawn again, and a click on a button of before would be lost
     settled(page, label)
     chosen = page.get_by_test_id("stSelectbox")
     chosen.locator("input").click()
     page.get_by_role("option", name=name).click()
-    settled(page, label)
+    expect(page.get_by_text(f"/0000/1/{name}")).to_be_visible()
     with page.expect_download() as download:
-        page.get_by_role("button", name="Download").click()
+        page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert download.value.suggested_filename == name
     assert Path(download.value.path()).read_bytes() == content
 

@@ -60,9 +60,9 @@ MIXED = decision(
 
 def draw(drawn: Decision, **chosen: str) -> AppTest:
     def script(drawn):  # runs by itself: its names are its own
-        from dashboard import decision as card
+        from dashboard.overview import card
 
-        card.show(drawn)
+        card(drawn)
 
     app = AppTest.from_function(script, kwargs={"drawn": drawn})
     for name, value in chosen.items():
@@ -124,7 +124,11 @@ def test_reasons_and_evidence_are_behind_a_selection():
 
 def test_steps_are_commands_to_copy():
     app = draw(MIXED)
-    assert app.expander[0].label.startswith("What would settle the open rules: 1 command, about 1 h 15 min")
+    assert (
+        app.expander[0]
+        .label.replace("\N{NO-BREAK SPACE}", " ")
+        .startswith("What would settle the open rules: 1 command, about 1 h 15 min")
+    )
     assert [block.value for block in app.code] == ["nsa submit train.yaml"]
     text = said(app)
     assert "1 GPU, about 1 h 15 min · settles throughput, peak-memory" in text

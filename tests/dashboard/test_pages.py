@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import streamlit as st
-from dashboard_pages import asked, check, markdown, show, text
+from dashboard_pages import check, markdown, show, text
 from example_databases import sweep
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
@@ -156,7 +156,6 @@ def test_runs_can_be_found(complete: str):
     assert check(app).dataframe[0].value["Run"].tolist() == ["report 002"]
     app.selectbox[0].set_value("measured").run()
     assert "No run fits" in text(check(app))
-    assert asked(app) == {"text": ["report 002"], "origin": ["measured"]}
     again = show("runs", text="report 002", origin="reported")
     assert again.dataframe[0].value["Run"].tolist() == ["report 002"]
     assert again.text_input[0].value == "report 002"

@@ -41,10 +41,3 @@ def test_uv_takes_packages_from_where_pip_does() -> None:
         "export UV_INDEX='file:///b file:///c'",
         "export UV_FIND_LINKS=/d,/e",
     ]
-
-
-def test_a_setting_that_uv_does_not_have_leaves_the_installation_to_pip() -> None:
-    done = _uv_settings("global.client-cert='/k.pem'\n")
-    assert done.returncode == 1
-    assert done.stderr == "global.client-cert: uv has no setting that stands for it\n"
-    assert "env_by_uv || make env" in (ROOT / ".ci" / "run").read_text()

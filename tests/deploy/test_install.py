@@ -161,13 +161,6 @@ def test_a_pytorch_that_is_there_is_kept_with_its_triton(environment: Environmen
     assert "PyTorch 2.12.1+cu126 is kept; the pinned one is 2.11.0" in done.stderr
 
 
-def test_a_pytorch_that_requires_a_triton_chooses_it(environment: Environment) -> None:
-    environment.has("torch", "2.13.0", requires='triton==3.7.1; platform_system == "Linux"')
-    environment.install("dev")
-    assert environment.pins["torch"] == "2.13.0"
-    assert "triton" not in environment.pins
-
-
 def test_the_files_of_pins_differ_in_pytorch_and_triton_alone() -> None:
     for name, own in (("constraints.txt", CPU), ("constraints-gpu.txt", GPU)):
         text = (ROOT / name).read_text()

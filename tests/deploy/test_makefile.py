@@ -56,15 +56,6 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_an_env_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    os.mkfifo(tmp_path / ".env")
-    command = ["make", "--dry-run", "demo", "RUN="]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
-    assert "job submit --address http" in done.stdout
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_the_list_of_commands_has_every_target_of_contributing() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     listed = dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))

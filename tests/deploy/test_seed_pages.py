@@ -18,22 +18,14 @@ from jobs.specs.kinds import kind_module, own_axes
 from jobs.specs.load import load_spec
 from jobs.specs.spec import JobSpec
 from orchestrator.judge.rules import READY_SPECS
-from orchestrator.report.evidence import Evidence
 from orchestrator.report.template import render
 from orchestrator.store import Store, importer, queries, upgrade
 from orchestrator.store import records as rec
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-SEEDS = RESULTS / "seeds"
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 T0 = datetime(2026, 11, 24, tzinfo=UTC)
-SPECS = (
-    *("backward_m7c", "backward_bisect_m7c", "backward_hang", "profile_m7c", "estimate_m7c", "capacity_m7c"),
-    *("capacity_ladder", "diagnose_m7c", "train_m7c", "train_2gpu", "soak_m7c", "branches_m7c", "toolchain_m7c"),
-)
-PARTS = ("parameters", "optimizer", "inputs", "gradients", "activations", "workspace")
-SETTINGS = {"branches_m7c": ["backends=[triton,chunked,naive]"]}  # whether flash can run there, nobody can say here
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +63,7 @@ def test_without_results_every_answer_names_the_spec_that_would_give_it(reported
 
 def run_of(spec: str, number: int = 0, settings: tuple[str, ...] = (), change: Any = None) -> list[rec.Record]:
     """Records of a run of a ready spec in which every point is ok, its values those of `values`."""
-    loaded = load_spec(ROOT / "jobs" / "configs" / f"{spec}.yaml", [*SETTINGS.get(spec, []), *settings])
+    loaded = load_spec(ROOT / "jobs" / "configs" / f"{spec}.yaml", settings)
     kind = kind_module(loaded.kind)
     run_id = f"20261124-00000{number}-{loaded.name}"
     begin = T0 + timedelta(minutes=number)
@@ -96,7 +88,6 @@ def _ended(
     metrics = []
     if state is PointState.OK:
         units = {each.name: each.unit for each in quantities if not each.name.endswith("*")}
-        units |= {f"allocated_{part}": "MiB" for part in PARTS} if point.kind == "estimate" else {}
         metrics = [rec.MetricData(name=n, unit=u, value=values.get(n, 7.0)) for n, u in units.items()]
     environment = {"packages": {"torch": "2.99"}, "python": "3.12", "gpu": {"name": H200.name, "driver": "1",
                    "memory_mib": "2"}, "variables": {"NSA_X": "1"}, "training": {"parameters": 5}}  # fmt: skip
@@ -128,18 +119,6 @@ def stored(reported: str, tmp_path: Path) -> Callable[..., str]:
     return store
 
 
-def test_with_the_ready_specs_run_only_their_variants_are_missing(stored: Callable[..., str]) -> None:
-    """Every coordinate by which a page looks for a value is one that the spec's points have."""
-    url = stored(*(run_of(spec, number) for number, spec in enumerate(SPECS)))
-    for name, text in filled(url).items():
-        missing = set(re.findall(r"not measured: `([^`]+)`", text))
-        variants = {each for each in missing if "=" in each or each == "scaling_m7c.yaml"}
-        rows = [line for line in text.splitlines() if "`flash`" in line or line.startswith("| flash")]
-        left = missing - variants - set(re.findall(r"not measured: `([^`]+)`", "\n".join(rows)))
-        assert not left, [line for line in text.splitlines() if any(f"`{spec}`" in line for spec in left)]
-        assert "2.99" in text or name in ("backward-hang.md", "which-part-hangs.md")
-
-
 def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(stored: Callable[..., str]) -> None:
     def older(point: Point) -> tuple[PointState, dict[str, float]]:
         return PointState.OK, {"forward_memory": 1111.0}
@@ -156,18 +135,6 @@ def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(store
     assert "| 512 | 5,165 MiB | 2,222 MiB | 1,111 MiB |" in text
     assert "| 1,024 | hang | hang | 1,111 MiB |" in text
     assert re.search(r"33 of 63 points hung, the first triton all m7c_125m 5 layers S=1024: made hang", text)
-
-
-def test_a_run_with_other_settings_is_no_evidence_for_the_plain_spec(stored: Callable[..., str]) -> None:
-    def slow(point: Point) -> tuple[PointState, dict[str, float]]:
-        return PointState.OK, {"throughput": 50.0}
-
-    url = stored(run_of("train_m7c", 1, ("seq_len=512",), slow))
-    text = filled(url)["training-speed.md"]
-    assert "| 1 GPU, 512 | | 33 tok/s | 50 tok/s |" in text
-    assert re.search(r"\| 1 GPU, 2,048 \|[^|]*\| \| not measured: `train_m7c.yaml` \|", text)
-    text = filled(stored(run_of("train_m7c", 2, (), slow)))["training-speed.md"]
-    assert "One GPU (train_m7c.yaml): 50 tok/s with our kernels, too slow for the 2,370 tok/s" in text
 
 
 @pytest.mark.parametrize(
@@ -189,31 +156,3 @@ def test_a_command_submits_what_ran(
     assert set(settings) <= set(given)
     again, ran = (load_spec(ROOT / words[2], each).model_dump(mode="json") for each in (given, settings))
     assert again == ran
-
-
-@pytest.mark.parametrize(
-    ("spec", "settings"),
-    [
-        ("train_2gpu", {"parallel=fsdp", "bucket_mb=null", "cuda_graphs=false"}),  # with fewer of them it is no spec
-        ("diagnose_m7c", {"ranks=1", "batch=2"}),  # a stored spec leaves out that it has one rank
-    ],
-)
-def test_a_command_has_every_setting_that_is_needed(stored: Callable[..., str], spec: str, settings: set[str]) -> None:
-    with Store.open(stored(run_of(spec, 1, tuple(sorted(settings)))), readonly=True) as store:
-        evidence = Evidence(store, list(queries.run_ids(store, origin=Origin.MEASURED)), ready)
-        words = shlex.split(evidence.spec(f"{spec}.yaml").command)
-    assert {value for option, value in pairwise(words) if option == "--set"} == settings
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("ranks=1", "resources.num_gpus=1", "micro_batch=2", "bucket_mb=null"),
-        ("parallel=fsdp", "bucket_mb=null", "cuda_graphs=false"),
-        ("batch=4", "micro_batch=2"),
-    ],
-)
-def test_two_gpus_are_those_of_the_report_alone(stored: Callable[..., str], settings: tuple[str, ...]) -> None:
-    """Trainings on one GPU, by another way than DDP or of another batch have the same file, but are another row's."""
-    text = filled(stored(run_of("train_2gpu", 1, settings)))["training-speed.md"]
-    assert re.search(r"\| 2 GPUs by DDP, 2,048 \|.*\| not measured: `train_2gpu.yaml` \|", text)

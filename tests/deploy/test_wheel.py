@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import urllib.request
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,20 +134,6 @@ def test_the_wheel_has_the_data_and_the_licence_but_no_tests(wheel: Path) -> Non
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_up_serves_the_installed_dashboard_with_its_settings(user: User) -> None:
-    port = re.search(r"NSA_DASHBOARD_PORT=(\d+)", (user.here / ".env").read_text())
-    assert port is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/", timeout=10) as page:
-        assert page.status == 200
-    command = Path(f"/proc/{_pid(user, 'dashboard')}/cmdline").read_text().split("\0")
-    script = next(part for part in command if part.endswith("dashboard/app.py"))
-    assert Path(script).is_relative_to(user.venv)
-    ask = f"from streamlit import config; config._main_script_path = {script!r}; "  # as `streamlit run` does
-    options = ("client.toolbarMode", "client.disableDataExport", "theme.light.primaryColor")
-    ask += f"print(*map(config.get_option, {options}))"
-    assert user.run("python", "-c", ask).stdout == "minimal True #0072B2\n"
-
-
 def test_submit_sends_the_spec_and_the_data_that_it_names(user: User) -> None:
     (user.here / "corpus").mkdir()
     for number in range(8):
@@ -182,24 +167,9 @@ def test_ray_job_submit_does_the_same_with_the_installed_code(user: User) -> Non
     files = re.findall(r'File "([^"]+)"', user.run("nsa", "logs", "last", "--point", "1").stdout)
     assert any(file.endswith("jobs/drill.py") for file in files)
     assert all(Path(file).is_relative_to(user.venv) for file in files), files
-
-
-def test_a_driver_without_a_job_sends_the_data_alone(user: User) -> None:
-    (user.here / "few").mkdir()
-    shutil.copytree(user.here / "corpus", user.here / "few" / "texts")
-    changes = [item for change in (*SHORT, "data.path=few/texts") for item in ("--set", change)]
-    done = user.run("python", "-m", "jobs", "specs/train_smoke.yaml", *changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(user.uploads()[-1]) == {f"few/texts/{number}.txt" for number in range(8)}
-
-
-def test_results_are_listed_reported_and_judged(user: User) -> None:
-    listed = user.run("nsa", "runs").stdout
-    assert listed.count(" measured ") == 3, listed
     report = user.run("nsa", "report", "last", "--out", "report.html")
     assert report.returncode == 0, report.stdout + report.stderr
-    assert "train-smoke" in (user.here / "report.html").read_text()
-    assert user.run("nsa", "gate").returncode in (1, 3)  # a point of the drill failed; the card's rules lack evidence
+    assert "drill" in (user.here / "report.html").read_text()
 
 
 def _setuptools() -> int:
@@ -207,9 +177,3 @@ def _setuptools() -> int:
         return int(importlib.metadata.version("setuptools").split(".")[0])
     except importlib.metadata.PackageNotFoundError:
         return 0
-
-
-def _pid(user: User, service: str) -> int:
-    found = re.search(r'"pid": (\d+)', (Path(user.env["HOME"]) / ".nsa" / f"{service}.pid.json").read_text())
-    assert found is not None
-    return int(found[1])

@@ -9,7 +9,7 @@ import pytest
 from nsa_command import Nsa
 from statements import verdicts_of
 
-from orchestrator.cli.resolve import Node
+from orchestrator.cli.submission import Node
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import DEFAULT_GATES, load_gates
 from orchestrator.judge.verdicts import judge

@@ -14,7 +14,7 @@ import pytest
 from nsa_command import Nsa
 from ray.dashboard.modules.version import CURRENT_VERSION
 
-from orchestrator.cli import resolve, services, submission
+from orchestrator.cli import services, submission
 from orchestrator.cli.submission import SubmissionError, Submitted
 from orchestrator.execute.upload import Upload
 from orchestrator.judge.rules import READY_SPECS
@@ -56,9 +56,7 @@ def settings() -> Iterator[Settings]:
 
 
 @pytest.mark.parametrize("job", ["raysubmit_1", "gone"])
-@pytest.mark.parametrize(
-    "ask", [lambda *of: list(submission.follow(*of)), submission.log, submission.job_status, submission.stop]
-)
+@pytest.mark.parametrize("ask", [lambda *of: list(submission.follow(*of)), submission.log, submission.job_status])
 def test_a_job_that_the_cluster_does_not_know_is_told(settings: Settings, ask: Callable, job: str):
     with pytest.raises(SubmissionError, match=rf"^job: '{job}': .*; `ray job list` lists the jobs$") as caught:
         ask(settings, job)
@@ -91,7 +89,7 @@ def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytes
         alike = "ray_version" in answer
         assert [one.healthy for one in services.status(settings) if one.name == "ray"] == [alike]
         assert services.asks_for_token(settings)
-        for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: resolve.cluster(settings)):
+        for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: submission.cluster_nodes(settings)):
             with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http://127\.0\.0\.1:\d+'.*; ") as caught:
                 ask()
             assert "\n" not in str(caught.value)
