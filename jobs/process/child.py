@@ -110,12 +110,7 @@ class Child:
         files = []
         for name, offset in self._offsets.items():
             path = self.folder / name
-            try:
-                size = path.stat().st_size
-            except OSError:  # the work removed the folder
-                files.append(File(f"{name}.txt", "", "its file was removed while the point ran"))
-                continue
-            self._offsets[name] = size
+            self._offsets[name] = size = path.stat().st_size
             if size > offset:
                 files.append(File(f"{name}.txt", str(path), start=offset, stop=size))
         return files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from sqlalchemy import (
@@ -51,9 +50,11 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-def _enum_type(cls: type[StrEnum]) -> Enum:
-    """A column type that stores an enum member's value as text."""
-    return Enum(cls, native_enum=False, length=16, values_callable=lambda members: [member.value for member in members])
+# Enums are stored as their values' text.
+_ENUMS = {
+    cls: Enum(cls, native_enum=False, length=16, values_callable=lambda members: [member.value for member in members])
+    for cls in (PointState, RunState, Origin, Result)
+}
 
 
 class Base(DeclarativeBase):
@@ -72,10 +73,7 @@ class Base(DeclarativeBase):
         float: Double(),
         dict[str, Any]: JSON(),
         list[Any]: JSON(),
-        PointState: _enum_type(PointState),
-        RunState: _enum_type(RunState),
-        Origin: _enum_type(Origin),
-        Result: _enum_type(Result),
+        **_ENUMS,
     }
 
 

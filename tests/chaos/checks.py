@@ -16,7 +16,6 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, importer, journal, queries
 from orchestrator.store.records import OutcomeRecord, PointRecord, StartRecord
 
-_MOST_DESCRIPTORS = 40
 _GOOD_ENDS = (0, 1, 2, 130, -9, -15)  # as documented, and ended before it could look at signals
 
 
@@ -60,15 +59,13 @@ def _rows(
 
 
 def drivers(sweep: Sweep) -> Iterator[str]:
-    """Drivers end with their exit codes, without a traceback and without gathering file descriptors."""
+    """Drivers end with their exit codes, and without a traceback."""
     for number, code in enumerate(sweep.codes):
         if code not in _GOOD_ENDS:
             yield f"{sweep.log(number)}: the driver ended with {code}"
     for number in range(len(sweep.codes) + 1):
         if sweep.log(number).exists() and "Traceback" in sweep.log(number).read_text():
             yield f"{sweep.log(number)}: has a traceback"
-    if sweep.descriptors > _MOST_DESCRIPTORS:
-        yield f"{sweep.name}: a driver opened {sweep.descriptors} descriptors more than half a minute after its start"
 
 
 def handles(workers: Sequence[psutil.Process], url: str) -> Iterator[str]:

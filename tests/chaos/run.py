@@ -108,7 +108,7 @@ class Run:
     def _check(self) -> None:
         self._say(f"faults: {', '.join(f'{kind} {count}' for kind, count in self._done.items())}")
         for sweep in self._sweeps:
-            self._say(f"{sweep.name}: drivers ended with {sweep.codes}; {sweep.descriptors} more descriptors at most")
+            self._say(f"{sweep.name}: drivers ended with {sweep.codes}")
         if missing := set(Kind) - set(self._done):
             self._found.append(f"never happened: {', '.join(sorted(missing))}")
         self._within(

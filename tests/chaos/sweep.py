@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import psutil
-
 from jobs.schema.states import PointState
 from orchestrator.run import plan
 from orchestrator.store import journal
@@ -35,22 +33,19 @@ class Sweep:
 
     Attributes:
         codes: exit codes of its drivers so far.
-        descriptors: most file descriptors that a driver had open, beyond those half a minute after its start.
     """
 
     def __init__(self, name: str, folder: Path, points: int, point_s: float) -> None:
         self.name = name
         self.points = points
         self.codes: list[int] = []
-        self.descriptors = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._folder = folder
         self._spec = folder / f"{name}.yaml"
         codes = [_CODE.format(steps=round(point_s * 10), value=value(number)) for number in range(points)]
         self._spec.write_text(_SPEC.format(name=name, codes=codes))
         self._again_at = 0.0
-        self._started_at = self._began = 0.0
-        self._few = 0
+        self._began = 0.0
 
     @property
     def run_id(self) -> str | None:
@@ -89,7 +84,6 @@ class Sweep:
     def look(self, env: Callable[[], Mapping[str, str]], *, able: bool) -> str | None:
         """Start a driver if there is none and the cluster is `able` to serve it; return what happened."""
         if self.process is not None:
-            self._count_descriptors(self.process)
             if (code := self.process.poll()) is None:
                 return None
             self.process, self._again_at = None, time.monotonic() + _AGAIN_S
@@ -98,7 +92,7 @@ class Sweep:
         if not able or time.monotonic() < self._again_at or self.done():
             return None
         self.process = self.drive(env())
-        self._started_at, self._began, self._few = time.monotonic(), time.time(), 0
+        self._began = time.time()
         return f"{self.name}: driver {self.process.pid} {'resumes ' + self.run_id if self.run_id else 'begins'}"
 
     def drive(self, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -129,16 +123,6 @@ class Sweep:
                 resource.prlimit(driver.pid, resource.RLIMIT_FSIZE, (_UNLIMITED, _UNLIMITED))
 
         return free
-
-    def _count_descriptors(self, driver: subprocess.Popen[bytes]) -> None:
-        if time.monotonic() - self._started_at < 30:
-            return
-        try:
-            count = psutil.Process(driver.pid).num_fds()
-        except psutil.NoSuchProcess:
-            return
-        self._few = self._few or count
-        self.descriptors = max(self.descriptors, count - self._few)
 
 
 def value(number: int) -> float:

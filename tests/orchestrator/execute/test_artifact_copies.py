@@ -83,18 +83,6 @@ print('said')"""
     assert sum("'gone.bin': its file cannot be read: FileNotFoundError" in message for message in messages) == 1
 
 
-def test_a_point_that_removes_its_own_folder_is_measured(measure) -> None:
-    code = """import pathlib, shutil, tempfile
-shutil.rmtree(pathlib.Path(tempfile.gettempdir()).parent)
-files = {'a.txt': 'text'}"""
-    updates = measure(code, "files = {'b.txt': 'kept'}")
-    assert states(updates) == ["ok", "ok"]
-    assert texts(updates) == {"1 b.txt": "kept"}
-    messages = "\n".join(warnings(updates))
-    assert "0 file not kept: 'stdout.txt': its file was removed while the point ran" in messages
-    assert "'a.txt': its text could not be written" in messages
-
-
 def test_a_store_that_goes_away_in_mid_run_costs_files_and_no_point(measure, tmp_path) -> None:
     with ftp_server(tmp_path / "ftp") as server:
         kill = f"import signal\nos.kill({server.process.pid}, signal.SIGKILL)\nfiles = {{'a.txt': 'lost'}}"

@@ -61,14 +61,6 @@ def test_a_first_step_that_compiles_counts_only_until_there_are_others(clock: Cl
     assert rates[6:] == [pytest.approx(2)] * 34
 
 
-def test_rare_checkpoints_of_a_long_training_count(clock: Clock) -> None:
-    def between(step: int) -> None:
-        clock.now += 180 * (step % 600 == 0)
-
-    rates = _train(Pace(), clock, range(6000), 1, between)
-    assert all(0.7 < rate < 0.85 for rate in rates[3000:] if rate), "600 steps and a checkpoint take 780 s"
-
-
 def test_a_restart_begins_a_new_pace_and_another_phase_has_its_own(clock: Clock) -> None:
     pace = Pace()
     assert pace.note("corpus", 0, 0) == (0, 0, None)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import select
 
 from jobs.schema.states import RunState
 from orchestrator.store import Store
-from orchestrator.store.models import Base, Run
+from orchestrator.store.models import Run
 from orchestrator.store.records import Record, RunEndRecord
 
 RUN = "20261120-120000-demo-abcd"
@@ -37,14 +36,6 @@ def of(store: Store) -> Run:
         return session.get_one(Run, RUN)
 
 
-def rows(store: Store) -> list[str]:
-    with store.session() as session:
-        tables = (Base.metadata.tables[name] for name in ("run", "point", "attempt"))
-        return [
-            repr(row) for table in tables for row in session.execute(select(table).order_by(*table.primary_key)).all()
-        ]
-
-
 def test_a_run_ends_although_the_clock_has_stepped_back(store: Store, sweep) -> None:
     first, *_, end = sweep(RUN)
     store.apply(first)
@@ -63,12 +54,3 @@ def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Sto
     store.apply(lived[-1])
     store.apply_many(lived[:-1])
     assert (of(store).state, of(store).created_at) == (RunState.DONE, lived[0].at)
-
-
-def test_its_journal_can_be_imported_whole_and_in_part(store: Store, lived) -> None:
-    store.apply_many(lived)
-    before = rows(store)
-    assert (of(store).state, of(store).resumed, of(store).created_at) == (RunState.DONE, 1, lived[0].at)
-    for part in (lived, lived[:1], lived[:-2], lived[:-1], lived[-2:], lived):
-        store.apply_many(part)
-        assert rows(store) == before

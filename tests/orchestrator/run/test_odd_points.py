@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import pytest
-
 from jobs.schema.states import PointState
-from orchestrator.report.summary import print_results
 from orchestrator.run import driver
 from orchestrator.run.progress import Watcher
 from orchestrator.store import Store, importer, journal, queries
-from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord
-from orchestrator.terminal import PlainConsole
+from orchestrator.store.records import OutcomeRecord, StartRecord
 
 RETURNS = "import jobs.snippet as s, jobs.schema.point as p; s.Measurement = lambda *a: p.Measurement"
 ODD = {
@@ -73,21 +67,3 @@ def test_a_terminal_that_lacks_a_character_shows_its_code() -> None:
         watching.ended(ended(PointState.ERROR, reason="日本"))
     out.seek(0)
     assert out.read() == "[1/1] error \\xe9: \\u65e5\\u672c\n"
-
-
-@pytest.mark.parametrize(
-    ("metrics", "line", "table"),
-    [
-        ([("a", "1", 1.0), ("b", "ms", 1.0)], "p: a 1, b 1 ms", r"point +a +b \(ms\)"),
-        ([("planned_time", "h", 0.215124)], "p: planned_time 12.9 min", r"point +planned_time\s+p +12.9 min"),
-    ],
-    ids=["a plain number", "a time"],
-)
-def test_values_have_the_units_that_one_reads_well(capsys, metrics, line, table) -> None:
-    names = [name for name, *_ in metrics]
-    with Watcher({"r/0": "p"}, 0, names, sys.stdout) as watching:
-        watching.ended(ended(metrics=tuple(MetricData(name=n, unit=u, value=v) for n, u, v in metrics)))
-    assert line in capsys.readouterr().out
-    rows = [{"metric": n, "unit": u, "value": v, "label": "p"} for n, u, v in metrics]
-    print_results(pd.DataFrame(rows), names, PlainConsole(file=sys.stdout))
-    assert re.search(table, capsys.readouterr().out)

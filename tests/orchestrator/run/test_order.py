@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from orchestrator.run import driver
 
-ROOT = Path(__file__).resolve().parents[3]
-NSA_SUBMIT = ["-c", "from orchestrator.cli.entry import main; main()", "submit"]
+TRAIN = "kind: train\nname: t\ndevice: cpu\nseq_len: 32\nsteps: 5\noptimizer: {{warmup_steps: 2}}\ndata: {{path: {}}}\n"
 
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry", "real"])
@@ -46,22 +41,6 @@ def test_every_mistake_is_a_line_and_no_file_is_made(
     assert len(lines) == len(fields)
     for line, field in zip(lines, fields, strict=True):
         assert re.match(rf"error: {re.escape(field)}", line), line
-    assert not home.exists()
-
-
-@pytest.mark.parametrize("command", [["-m", "jobs", "--local"], NSA_SUBMIT])
-def test_a_current_folder_that_was_deleted_is_a_mistake_in_one_line(home, spec, tmp_path, command) -> None:
-    """PyTorch's math library would end the process there, with a complaint about a library."""
-    told = "error: current folder: cannot be used (No such file or directory); change to another (cd)\n"
-    gone = (
-        f"import os; os.mkdir({str(tmp_path / 'gone')!r}); os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())"
-    )
-    start = f"{gone}; os.execv({sys.executable!r}, {[sys.executable, *command, str(spec('pass'))]!r})"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "NSA_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", start], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
     assert not home.exists()
 
 
@@ -112,3 +91,22 @@ def test_a_dry_run_lists_the_points_and_makes_no_file(home, capsys) -> None:
     assert re.search(r"^ +0  ok$", out, re.MULTILINE)
     assert re.search(r"^ +1  skip  skipped: skipped on purpose$", out, re.MULTILINE)
     assert not home.exists()
+
+
+def test_paths_and_interpreters_are_looked_for_where_the_points_run(home, tmp_path, capsys) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(TRAIN.format("/no/data") + "python: [/no/python]\n")
+    for args in (["--local"], ["--local", "--dry-run"]):
+        assert driver.main([str(path), *args]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert [line.partition(" on node ")[0] for line in err.splitlines()] == [
+            "error: data.path: '/no/data': does not exist",
+            "error: python: '/no/python': does not exist",
+        ]
+    driver.check([str(path)])  # as nsa submit does: the nodes may have it
+    assert driver.main([str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for named in ("data.path: '/no/data'", "python: '/no/python'"):
+        assert f"{named} is not on this machine; a run looks for it on the nodes" in out
+    assert not (home / "artifacts").exists()

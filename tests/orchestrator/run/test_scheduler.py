@@ -139,18 +139,6 @@ def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
     assert sorted(final) == [("r/0", 5), ("r/1", 3), ("r/2", 1)], "the others take no earlier outcome's place"
 
 
-def test_slots_bound_the_batches_at_a_time(run) -> None:
-    executor = Script()
-    run(executor, 7, slots=3)
-    assert executor.most_at_a_time == 3
-    assert executor.batches == [[f"r/{i}"] for i in range(7)]
-    warm = Script()
-    run(warm, 12, warm=True, slots=2)
-    sizes = [len(batch) for batch in warm.batches]
-    assert sizes == sorted(sizes, reverse=True), "shrinking shares end together"
-    assert (sizes[0], sizes[-1], sum(sizes)) == (3, 1, 12)
-
-
 @pytest.mark.parametrize("gone", [False, True], ids=["", "the cluster, too"])
 def test_cancelling_ends_the_remaining_points_and_the_executor(run, monkeypatch, gone: bool) -> None:
     def cancel() -> None:

