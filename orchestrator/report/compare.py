@@ -200,11 +200,7 @@ def _measured(store: Store, side: Side, metric: str) -> dict[Cell, Measured]:
 
 
 def _cells(store: Store, run_id: str, metric: str) -> dict[Cell, Measured]:
-    values = {
-        row["point_id"]: np.array(row["samples"] or [row["value"]], dtype=float)
-        for row in queries.run_metrics(store, run_id).to_dict("records")
-        if row["name"] == metric
-    }
+    values = {point: np.array(some, dtype=float) for point, some in queries.samples(store, run_id, metric).items()}
     cells = {}
     for row in queries.points(store, run_id).to_dict("records"):
         samples = values.get(row["point_id"])
