@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from jobs.measure.call import measure_call
@@ -44,6 +45,7 @@ from jobs.specs.fields import (
     Unique,
     computes,
     implementation_names,
+    preset_among,
     torch_dtype,
 )
 from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable, window_reasons
@@ -73,16 +75,10 @@ MODELS: Mapping[str, ModelConfig] = {
 }
 
 
-def _preset(name: str) -> str:
-    if name not in MODELS:
-        raise ValueError(f"there is no such preset; use one of {', '.join(MODELS)}")
-    return name
-
-
 class CaseSpec(Strict):
     """Sizes of a model and its variants: every combination."""
 
-    preset: Annotated[str, AfterValidator(_preset)]
+    preset: Annotated[str, preset_among(MODELS)]
     layers: Annotated[list[Layers], Field(min_length=1), Unique]
     lengths: Lengths
     branches: Annotated[list[Literal["all", "cmp", "slc", "win"]], Field(min_length=1), Unique] = Field(
@@ -367,7 +363,6 @@ class BackwardPass(ModelPass):
             super()._backward(loss)
 
     def watched(self, beat: Beat, folder: Path) -> dict[str, str]:
-        """As LayerWatch.run."""
         watch = LayerWatch([*self.model.blocks], self.device, beat, folder, self._case.hang_in_layer)
         return watch.run(self.forward, self._backward)
 
@@ -450,8 +445,8 @@ class LayerWatch:
         self._start = time.perf_counter()
         with ExitStack() as hooks:
             for number, layer in enumerate(self._layers, 1):
-                hooks.enter_context(layer.register_forward_pre_hook(self._entering(number)))
-                hooks.enter_context(layer.register_forward_hook(self._leaving(number)))
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, number)))
+                hooks.enter_context(layer.register_forward_hook(partial(self._leave, number)))
             try:
                 loss = forward()
                 self._reach("backward of the loss", 0, loss)
@@ -470,29 +465,24 @@ class LayerWatch:
         after = memory_report(self._device)
         return {LAYERS: self._marks_text(), "memory_before.txt": before, "memory_after.txt": after}
 
-    def _entering(self, number: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._back:
-                self._reach(f"recomputation of layer {number}", len(self._layers) - number, args[0])
-                return
-            self._reach(f"forward of layer {number}", number - 1, args[0])
-            if number == 1 and args[0].requires_grad:
-                args[0].register_hook(lambda grad: self._reach("backward of the embedding", len(self._layers), grad))
+    def _enter(self, number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+        count = len(self._layers)
+        if self._back:
+            self._reach(f"recomputation of layer {number}", count - number, args[0])
+            return
+        self._reach(f"forward of layer {number}", number - 1, args[0])
+        if number == 1 and args[0].requires_grad:
+            args[0].register_hook(lambda grad: self._reach("backward of the embedding", count, grad))
 
-        return hook
+    def _leave(self, number: int, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
+        def _arrive(grad: Tensor) -> None:
+            """The gradient of the layer's output is there: its backward pass begins."""
+            self._reach(f"backward of layer {number}", len(self._layers) - number, grad)
+            while number == self._hang_in:
+                time.sleep(3600)
 
-    def _leaving(self, number: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
-            if not self._back and out.requires_grad:
-                out.register_hook(lambda grad: self._arrive(number, grad))
-
-        return hook
-
-    def _arrive(self, number: int, grad: Tensor) -> None:
-        """The gradient of a layer's output is there: its backward pass begins."""
-        self._reach(f"backward of layer {number}", len(self._layers) - number, grad)
-        while number == self._hang_in:
-            time.sleep(3600)
+        if not self._back and out.requires_grad:
+            out.register_hook(_arrive)
 
     def _reach(self, place: str, done: int, arrived: Tensor | None = None) -> None:
         synchronize(self._device)

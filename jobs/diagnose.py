@@ -40,7 +40,6 @@ class Spec(train.TrainingSpec):
     kind: Literal["diagnose"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
     def case_fields(self) -> Mapping[str, Any]:
-        """As TrainingSpec; the ranks look at their hosts, too."""
         return {"topology": True}
 
 

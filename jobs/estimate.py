@@ -46,7 +46,6 @@ class Spec(PassSpec):
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """As PassSpec.pass_points."""
         return self.pass_points(machine, Case)
 
 

@@ -96,16 +96,13 @@ class NeedleCorpus:
         return DrawnBatches(partial(self.draw, batch, seq_len), _generator("training", seed))
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        """`count` fixed (tokens, targets) as in `batches`, of other seeds."""
         generator = _generator("held out", self.seed)
         return [self.draw(batch, seq_len, generator) for _ in range(count)]
 
     def text_bytes(self, targets: Tensor) -> int:
-        """Answers among `targets`, which losses are divided by."""
         return int((targets != IGNORED).sum())
 
     def about(self) -> dict[str, Any]:
-        """The task, for the result's environment."""
         return {"needles": self.needles, "alphabet": self.alphabet, "vocabulary": self.vocabulary}
 
     def asked(self, count: int, seq_len: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -289,7 +286,13 @@ def measure(case: Case, beat: Beat) -> Measurement:
     elif abs(learning.change) > case.converged_nat:
         text = f"the loss still changes by {learning.change:.2g} nat/answer in the last tenth of the steps"
         reporter(beat).warn(f"steps: {case.steps}: {text}, more than converged_nat; give more steps")
-    speed = [*_speed(run, case), *energy_per_token([trainer.energy.energy])]
+    steady = [run.seconds[step] for step in steady_steps(run)]
+    method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
+    speed = [
+        summarize(TIME, [1000 * s for s in steady], method),
+        summarize(THROUGHPUT, [case.tokens / s for s in steady], method),
+        *energy_per_token([trainer.energy.energy]),
+    ]
     metrics = (*_recalls(found, case), *_learned(learning, run, case), *speed, *peak.metrics())
     training = {
         "training": {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
@@ -360,13 +363,6 @@ def _learned(learning: Learning, run: Run, case: Case) -> list[Metric]:
         method = f"mean loss over a twentieth of the steps below {_LEARNED:g} of a guess's"
         metrics.append(Metric.of(LEARNED_STEP, learning.learned, method=method))
     return metrics
-
-
-def _speed(run: Run, case: Case) -> list[Metric]:
-    steady = [run.seconds[step] for step in steady_steps(run)]
-    method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
-    throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
-    return [summarize(TIME, [1000 * s for s in steady], method), throughput]
 
 
 def _table(found: Mapping[int, float], case: Case) -> str:

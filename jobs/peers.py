@@ -15,7 +15,7 @@ from itertools import product
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
@@ -40,7 +40,7 @@ from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import Unique, implementation_names, torch_dtype
+from jobs.specs.fields import Unique, implementation_names, names_among, torch_dtype
 from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError
@@ -63,14 +63,6 @@ def versions() -> dict[str, str]:
         except PeerProblem as err:
             found[_PROBLEM + name] = str(err)
     return found
-
-
-def _check_names(names: list[str]) -> list[str]:
-    known = peer_names()
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{name!r} is no peer; use {', '.join(known)}")
-    return names
 
 
 def _as_implementation(name: str, nsa: NSAConfig | None) -> str:
@@ -98,7 +90,7 @@ class Spec(LayoutsSpec):
     """Head layouts x lengths x passes x peers, and implementations of this project beside them."""
 
     kind: Literal["peers"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    peers: Annotated[list[str], Field(min_length=1), Unique, AfterValidator(_check_names)]
+    peers: Annotated[list[str], Field(min_length=1), Unique, names_among(peer_names, "peer")]
     implementations: Annotated[list[str], Unique, implementation_names(*DENSE_KERNELS)] = Field(
         default=[], description="of this project, measured beside them as in kind bench"
     )

@@ -48,7 +48,6 @@ class Spec(PassSpec):
     timing: TimingSpec = Field(default=TimingSpec(), description="of the pass without the profiler")
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """As PassSpec.pass_points."""
         return self.pass_points(machine, Case, timing=self.timing)
 
 

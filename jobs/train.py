@@ -162,7 +162,6 @@ class TrainingSpec(JobSpec):
         return Layout(micro_batch, self.ranks, accumulation, *settings)
 
     def paths(self) -> Mapping[str, Path]:
-        """Files and folders that the points read, by field name."""
         return self.data.paths()
 
     def points(self, machine: Machine) -> Sequence[Point]:
@@ -228,12 +227,10 @@ class TrainingSpec(JobSpec):
 
     @property
     def recovery(self) -> Recovery:
-        """As JobSpec."""
         return Recovery() if self.checkpoints is None else Recovery(self.restarts, keeps=True)
 
     @property
     def world_size(self) -> int:
-        """As JobSpec."""
         return self.ranks
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -53,13 +52,17 @@ class Operands:
 
     def check(self, config: NSAConfig, packed: bool) -> None:
         """Raise InputError for the first tensor whose shape, dtype or device does not fit."""
-        _check_query(self.q, packed)
+        check_sequence("q", self.q, packed)
         for key, value in zip(self.keys, self.values, strict=True):
             _check_pair(self.q, ("k", key), ("v", value))
             _check_lengths(self.q, key, self.keys[0], packed)
-            _check_value_dim(value, self.values[0])
-        if self.gates is not None:
-            _check_gates(self.gates, self.q)
+            if value.shape[-1] != self.values[0].shape[-1]:
+                raise InputError("v", _text(value), f"give one head dim for every branch: {_text(self.values[0])}")
+        gates, wanted = self.gates, [*self.q.shape[:-1], 3]
+        if gates is not None and (
+            list(gates.shape) != wanted or gates.dtype not in _DTYPES or gates.device != self.q.device
+        ):
+            raise InputError("gates", _text(gates), f"give {wanted}, floating point, on {self.q.device}")
         for name, x, source in (("k_cmp", self.k_cmp, self.keys[0]), ("v_cmp", self.v_cmp, self.values[0])):
             if x is not None:
                 _check_like(name, x, source)
@@ -91,8 +94,8 @@ class Operands:
                 continue
             yield Operands(
                 q=self.q[None, start:end],
-                keys=each_once(partial(_sequence, start, end), self.keys),
-                values=each_once(partial(_sequence, start, end), self.values),
+                keys=each_once(lambda x, start=start, end=end: x[None, start:end], self.keys),
+                values=each_once(lambda x, start=start, end=end: x[None, start:end], self.values),
                 k_cmp=None if self.k_cmp is None else self.k_cmp[None, first : first + count],
                 v_cmp=None if self.v_cmp is None else self.v_cmp[None, first : first + count],
                 gates=None if self.gates is None else self.gates[None, start:end],
@@ -119,10 +122,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Context without autocast, for the operators, which choose the dtypes of their products themselves."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
-
-
-def _sequence(start: int, end: int, x: Tensor) -> Tensor:
-    return x[None, start:end]
 
 
 def each_once(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
@@ -197,10 +196,6 @@ def _text(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def _check_query(q: Tensor, packed: bool) -> None:
-    check_sequence("q", q, packed)
-
-
 def _check_pair(q: Tensor, named_key: tuple[str, Tensor], named_value: tuple[str, Tensor]) -> None:
     (key_name, k), (value_name, v) = named_key, named_value
     for name, x in (named_key, named_value):
@@ -224,11 +219,6 @@ def _check_lengths(q: Tensor, k: Tensor, first: Tensor, packed: bool) -> None:
         raise InputError("k", _text(k), f"give as many tokens and heads for every branch: {_text(first)}")
 
 
-def _check_value_dim(v: Tensor, first: Tensor) -> None:
-    if v.shape[-1] != first.shape[-1]:
-        raise InputError("v", _text(v), f"give one head dim for every branch: {_text(first)}")
-
-
 def _check_like(name: str, x: Tensor, source: Tensor) -> None:
     wanted = (*source.shape[:-3], *source.shape[-2:])
     if x.dim() != source.dim() or (*x.shape[:-3], *x.shape[-2:]) != wanted:
@@ -242,9 +232,3 @@ def _check_like(name: str, x: Tensor, source: Tensor) -> None:
 def check_tokens(name: str, x: Tensor, tokens: int) -> None:
     if x.shape[-3] != tokens:
         raise InputError(name, _text(x), f"give {tokens} compressed tokens, as cmp_block and cmp_stride have it")
-
-
-def _check_gates(gates: Tensor, q: Tensor) -> None:
-    wanted = [*q.shape[:-1], 3]
-    if list(gates.shape) != wanted or gates.dtype not in _DTYPES or gates.device != q.device:
-        raise InputError("gates", _text(gates), f"give {wanted}, floating point, on {q.device}")

@@ -160,7 +160,6 @@ class _Cache(ABC):
             self._reserve(self.length + 1)
 
     def count_step(self) -> None:
-        """Count on the host a step that counted itself on the device."""
         self.note_length(self.length + 1)
 
     def recount(self) -> None:

@@ -44,22 +44,16 @@ class NSAConfig:
     slots: Slots = "packed"
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_relations()
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise InputError(name, repr(getattr(self, name)), f"use {' or '.join(map(_quoted, known))}")
-
-    def _check_numbers(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in _CHOICES:
+            if (known := _CHOICES.get(field.name)) is not None:
+                if value not in known:
+                    quoted = " or ".join(f'"{name}"' for name in known)
+                    raise InputError(field.name, repr(value), f"use {quoted}")
                 continue
             least = 0 if field.name in ("init_blocks", "local_blocks") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(field.name, repr(value), f"use a whole number >= {least}")
-
-    def _check_relations(self) -> None:
         for name in ("cmp_block", "slc_block"):
             size = getattr(self, name)
             if size % self.cmp_stride:
@@ -83,7 +77,3 @@ class NSAConfig:
     def slc_blocks(self, seq_len: int) -> int:
         """Selection blocks of a sequence of `seq_len` tokens, the last one possibly partial."""
         return -(-seq_len // self.slc_block)
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'

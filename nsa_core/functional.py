@@ -305,28 +305,17 @@ def _branch(
     scale: float,
     backends: dict[Branch, Backend],
 ) -> Tensor:
-    with profiled((branch,)):
-        return _compute(branch, operands, gate, config, scale, backends)
-
-
-def _compute(
-    branch: Branch,
-    operands: Operands,
-    gate: Tensor,
-    config: NSAConfig,
-    scale: float,
-    backends: dict[Branch, Backend],
-) -> Tensor:
     q, keys, values = operands.q, operands.keys, operands.values
-    if branch == "win":
-        return backends["win"].window(q, keys[2], values[2], gate, config.window, scale)
-    if branch == "slc":
-        with torch.no_grad():
-            blocks = _select(operands, config, scale, backends["select"])
-        return backends["slc"].selected(q, keys[1], values[1], gate, blocks, config, scale)
-    k_cmp = compress(keys[0], config) if operands.k_cmp is None else operands.k_cmp
-    v_cmp = compress(values[0], config) if operands.v_cmp is None else operands.v_cmp
-    return backends["cmp"].compressed(q, k_cmp, v_cmp, gate, config, operands.offset, scale)
+    with profiled((branch,)):
+        if branch == "win":
+            return backends["win"].window(q, keys[2], values[2], gate, config.window, scale)
+        if branch == "slc":
+            with torch.no_grad():
+                blocks = _select(operands, config, scale, backends["select"])
+            return backends["slc"].selected(q, keys[1], values[1], gate, blocks, config, scale)
+        k_cmp = compress(keys[0], config) if operands.k_cmp is None else operands.k_cmp
+        v_cmp = compress(values[0], config) if operands.v_cmp is None else operands.v_cmp
+        return backends["cmp"].compressed(q, k_cmp, v_cmp, gate, config, operands.offset, scale)
 
 
 def _select(operands: Operands, config: NSAConfig, scale: float, backend: Backend) -> Tensor:

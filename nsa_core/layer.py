@@ -86,7 +86,9 @@ class NativeSparseAttention(nn.Module):
         self.config = config or NSAConfig()
         self.backend, self.rope_theta = backend, rope_theta
         self.branches = check_branches(branches, self.config)
-        self._keyed = keyed_branches(self.branches)
+        # The selection scores the compressed keys.
+        needed = {*self.branches, "cmp"} if "slc" in self.branches else {*self.branches}
+        self._keyed: tuple[Branch, ...] = tuple(name for name in BRANCHES if name in needed)
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, len(self._keyed) * kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, len(self.branches) * kv_heads * head_dim, bias=False)
@@ -212,7 +214,6 @@ class DenseAttention(nn.Module):
         self.out_proj = nn.Linear(heads * head_dim, dim, bias=False)
 
     def new_cache(self, capacity: int | None = None) -> DenseCache:
-        """An empty cache, as NativeSparseAttention.new_cache."""
         return DenseCache(capacity)
 
     def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
@@ -251,11 +252,6 @@ def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, 
         fix = 'add "cmp", or use compress="mean": no gradient flows through the selection to a learned compression'
         raise InputError("branches", ordered, fix)
     return ordered
-
-
-def keyed_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
-    """Branches whose keys a layer projects: the selection scores the compressed ones."""
-    return tuple(name for name in BRANCHES if name in branches or (name == "cmp" and "slc" in branches))
 
 
 def _in_places(found: Sequence[Tensor], names: Sequence[Branch]) -> list[Tensor]:

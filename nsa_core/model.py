@@ -129,7 +129,13 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = _attention(config)
+        shape = (config.dim, config.heads, config.kv_heads, config.head_dim)
+        if config.attention == "dense":
+            self.attention = DenseAttention(*shape, rope_theta=config.rope_theta)
+        else:
+            self.attention = NativeSparseAttention(
+                *shape, config.nsa, backend=config.backend, rope_theta=config.rope_theta, branches=config.branches
+            )
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
@@ -227,18 +233,6 @@ class NSATransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / shrink)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _attention(config: ModelConfig) -> NativeSparseAttention | DenseAttention:
-    shape = (config.dim, config.heads, config.kv_heads, config.head_dim)
-    if config.attention == "dense":
-        return DenseAttention(*shape, rope_theta=config.rope_theta)
-    return NativeSparseAttention(
-        *shape, config.nsa, backend=config.backend, rope_theta=config.rope_theta, branches=config.branches
-    )
-
-
-__all__ = ["TokenEmbedding"]
 
 
 class TokenEmbedding(nn.Embedding):

@@ -24,7 +24,8 @@ def side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
         return [layer(x) for layer in layers]
     joined, widths = product(x, layers), [layer.out_features for layer in layers]
     parts = joined.split([*widths, joined.shape[-1] - sum(widths)], -1)
-    return [_biased(part, layer.bias) for part, layer in zip(parts, layers, strict=False)]
+    biases = [layer.bias for layer in layers]
+    return [x if b is None else x + b.to(x.dtype) for x, b in zip(parts, biases, strict=False)]
 
 
 def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -45,7 +46,3 @@ def in_compiled_training(x: Tensor) -> bool:
 
 def _in_compiled_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled()
-
-
-def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias.to(x.dtype)

@@ -124,15 +124,14 @@ class Notes:
 
     def note(self, phase: str) -> None:
         """Note the present memory; waits for no GPU."""
-        resident = psutil.Process().memory_info().rss / 2**20
+        resident = round(psutil.Process().memory_info().rss / 2**20, 1)
         if self._device.type != "cuda":
             self._memory[phase] = Memory(resident)
             return
-        allocated, reserved = memory_mib(self._device), torch.cuda.memory_reserved(self._device) / 2**20
-        self._memory[phase] = Memory(resident, allocated, reserved)
+        reserved = torch.cuda.memory_reserved(self._device) / 2**20
+        self._memory[phase] = Memory(resident, round(memory_mib(self._device), 1), round(reserved, 1))
 
     def first_step(self, step: int, route: Mapping[str, str]) -> None:
-        """Note the memory at the first step of this process, and keep its state with the point."""
         self.note(FIRST_STEP)
         self._report.keep(file_name(self._rank), self.state(step, route).to_json())
 
@@ -155,12 +154,8 @@ class Notes:
             threads=torch.get_num_threads(),
             route=dict(route),
             versions=_versions(),
-            memory={phase: _rounded(memory) for phase, memory in self._memory.items()},
+            memory=dict(self._memory),
         )
-
-
-def _rounded(memory: Memory) -> Memory:
-    return Memory(*(None if size is None else round(size, 1) for size in asdict(memory).values()))
 
 
 def _versions() -> dict[str, str]:

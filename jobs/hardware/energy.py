@@ -54,7 +54,6 @@ class EnergyMeter:
         return self._begun is not None
 
     def start(self) -> None:
-        """Begin a stretch; nothing happens without a counter."""
         if (joules := self._counter()) is not None:
             self._begun = joules, time.perf_counter()
 

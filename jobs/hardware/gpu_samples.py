@@ -60,6 +60,10 @@ class GpuSampler:
         throttle = nvml.ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device))
         pids = nvml.ask(lambda: nvml.compute_pids(self._device))
         since, self._looked = self._looked, clock
+        joules = None  # since the power was last known, by the trapezoidal rule
+        if power is not None:
+            before, self._power = self._power, (clock, power / 1000)
+            joules = None if before is None else (before[1] + power / 1000) / 2 * (clock - before[0])
         return Sample(
             gpu=self._gpu,
             number=number,
@@ -73,14 +77,9 @@ class GpuSampler:
             pids=None if pids is None else tuple(pids),
             throttled=None if throttle is None else float(bool(throttle & sum(nvml.THROTTLES))),
             processes=None if pids is None else len(pids),
-            joules=None if power is None else self._energy(clock, power / 1000),
+            joules=joules,
             weight=weight,
         )
-
-    def _energy(self, clock: float, watts: float) -> float | None:
-        """Energy [J] since the power was last known, by the trapezoidal rule."""
-        before, self._power = self._power, (clock, watts)
-        return None if before is None else (before[1] + watts) / 2 * (clock - before[0])
 
 
 def bounded(samples: Sequence[Sample]) -> list[Sample]:

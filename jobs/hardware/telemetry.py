@@ -74,7 +74,6 @@ class Telemetry:
         return summarise_samples(list(self._samples), self._problem)
 
     def ask_to_stop(self) -> None:
-        """Ask the sampling to end, without waiting for it."""
         self._stop.set()
 
     def join(self, timeout: float) -> None:

@@ -147,7 +147,6 @@ class ModelPass:
 
     @property
     def resident(self) -> list[Tensor]:
-        """Tensors that stay allocated between passes."""
         return [*self.parameters, *self.model.buffers(), *self.state, *self.inputs]
 
     @property
@@ -170,11 +169,9 @@ class ModelPass:
         return loss
 
     def gradients(self) -> Iterable[Tensor]:
-        """Gradients of the parameters, where there are any."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def clear(self) -> None:
-        """Free the gradients."""
         self.model.zero_grad(set_to_none=True)
 
     def _backward(self, loss: Tensor) -> None:

@@ -50,7 +50,6 @@ class OperatorCase(ModelCase):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Branches of the operator that are computed."""
         return BRANCHES
 
     def estimate(self) -> MemoryEstimate | None:
@@ -83,7 +82,6 @@ class OperatorCase(ModelCase):
         return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
 
     def call(self) -> FunctionCall:
-        """The call to measure, on random inputs."""
         return self._model_call() if self.workload == "model" else self._attention_call()
 
     def inputs(self) -> dict[str, Tensor]:
@@ -227,7 +225,6 @@ class Sweep(Generic[CaseT]):
         return points
 
     def point(self, case: CaseT, **fields: Any) -> Point:
-        """A point of the sweep."""
         label = f"{self.layout}{case.implementation} {case.pass_} S={case.seq_len}"
         return Point(self.spec.kind, label, case, case.axes(), **fields)
 

@@ -27,7 +27,6 @@ class TrainingPlan(BaseModel):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
         return self.steps * self.tokens_per_step
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -43,10 +43,15 @@ def _without_a_layer(nsa: NSAConfig) -> NSAConfig:
     return nsa
 
 
-def _preset(value: str) -> str:
-    if value not in PRESETS:
-        raise ValueError(f"there is no such preset; use one of {', '.join(PRESETS)}")
-    return value
+def preset_among(presets: Iterable[str]) -> AfterValidator:
+    """Check of a preset's name."""
+
+    def check(name: str) -> str:
+        if name not in presets:
+            raise ValueError(f"there is no such preset; use one of {', '.join(presets)}")
+        return name
+
+    return AfterValidator(check)
 
 
 DENSE = ("dense", *(f"dense-{kernel}" for kernel in dense.KERNELS))
@@ -63,21 +68,25 @@ def computes(backend: str, branch: str) -> bool:
 
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
-Preset = Annotated[str, AfterValidator(_preset)]
+Preset = Annotated[str, preset_among(PRESETS)]
 Unique = AfterValidator(each_once)
+
+
+def names_among(known: Callable[[], Iterable[str]], what: str) -> AfterValidator:
+    """Check of a list of names."""
+
+    def check(names: list[str]) -> list[str]:
+        for name in names:
+            if name not in (all_names := list(known())):
+                raise ValueError(f"{name!r} is no {what}; use {', '.join(all_names)}")
+        return names
+
+    return AfterValidator(check)
 
 
 def implementation_names(*dense: str) -> AfterValidator:
     """Check of a list of names: each is a backend of the sparse operator or one of `dense`."""
-
-    def check(names: list[str]) -> list[str]:
-        known = (*backend_names(), *dense)
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{name!r} is no implementation; use {', '.join(known)}")
-        return names
-
-    return AfterValidator(check)
+    return names_among(lambda: (*backend_names(), *dense), "implementation")
 
 
 # Bounds far beyond any machine, so that a typing mistake is refused at once.

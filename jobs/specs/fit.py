@@ -19,7 +19,6 @@ from nsa_core.model import ModelConfig
 
 
 def heads_of(model: ModelConfig) -> Heads:
-    """Heads of a model's attention."""
     return Heads(model.head_dim, model.heads // model.kv_heads)
 
 

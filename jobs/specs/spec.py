@@ -113,7 +113,6 @@ class JobSpec(Strict):
 
     @property
     def recovery(self) -> Recovery:
-        """Treatment of the points that are interrupted."""
         return Recovery()
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,11 +14,13 @@ class NotAFileError(OSError):
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     """A regular file, open for reading. Raises OSError; NotAFileError for anything else."""
-    fd = _opened(path, os.O_RDONLY)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return os.fdopen(fd, "rb", buffering=buffering)
-    os.close(fd)
-    raise NotAFileError(errno.EINVAL, "is not a regular file", str(path))
+    try:
+        path.stat()
+    except ValueError:  # of a NUL
+        raise OSError(errno.EINVAL, "is no file's name", str(path)) from None
+    if not path.is_file():
+        raise NotAFileError(errno.EINVAL, "is not a regular file", str(path))
+    return path.open("rb", buffering=buffering)
 
 
 def is_missing(path: Path) -> bool:
@@ -39,19 +40,14 @@ def write_output(path: Path, content: str | bytes) -> None:
     Raises OSError: it cannot be written, or is a pipe that nobody reads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = os.open(path, flags, 0o666)
+    except ValueError:  # of a NUL
+        raise OSError(errno.EINVAL, "is no file's name", str(path)) from None
     except OSError as err:
-        if err.errno == errno.ENXIO:
-            raise OSError(err.errno, "is a pipe that nobody reads", str(path)) from None
-        raise
+        reason = "is a pipe that nobody reads" if err.errno == errno.ENXIO else err.strerror
+        raise OSError(err.errno, reason, str(path)) from None
     os.set_blocking(fd, True)
     with os.fdopen(fd, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def _opened(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except ValueError:  # of a NUL
-        raise OSError(errno.EINVAL, "is no file's name", str(path)) from None

@@ -56,7 +56,11 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
 
 def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple[str, str]:
     """Path of the field to mend (below `section` if the message names one); and value, mistake and fix as text."""
-    value, message = _shown(error["input"]), error["msg"].removeprefix("Value error, ")
+    given = error["input"]
+    value, message = (
+        shown(str(given) if isinstance(given, PurePath) else given),
+        error["msg"].removeprefix("Value error, "),
+    )
     match error["type"]:
         case "extra_forbidden":
             return section, f"unknown key (value {value}); remove it or correct its spelling"
@@ -91,10 +95,6 @@ def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> lis
             data = data[part]
             path.append(str(part))
     return [*path, str(location[-1])] if keep_last else path
-
-
-def _shown(value: Any) -> str:
-    return shown(str(value) if isinstance(value, PurePath) else value)
 
 
 def each_once(values: Sequence[Any]) -> Sequence[Any]:

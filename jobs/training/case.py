@@ -64,12 +64,10 @@ class TrainingCase(ModelCase):
 
     @property
     def last_step(self) -> int:
-        """Steps after which the training ends."""
         return self.steps if self.soak is None else ENDLESS
 
     @property
     def mode(self) -> dict[str, Coordinate]:
-        """Its values of jobs.schema.training_mode.MODE_AXES."""
         return mode_of(self.model_dump())
 
     def estimate(self) -> int | None:

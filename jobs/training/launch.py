@@ -101,7 +101,6 @@ def _saved_step(there: Surroundings) -> int | None:
 
 
 def _with(report: RankReport, **found: Any) -> RankReport:
-    """The report, with more about its training."""
     training = {**report.environment["training"], **found}
     return replace(report, environment={**report.environment, "training": training})
 
@@ -201,7 +200,6 @@ class RankWatch:
         return Stopped(f"{text}; it has no checkpoint to go on from")
 
     def _silent(self, ended: RanksEnded) -> list[int]:
-        """Ranks that died without a word."""
         return [number for number in ended.died if number not in self._failures]
 
 

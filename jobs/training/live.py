@@ -119,7 +119,6 @@ class LiveTraining:
         return (step - before) * self._tokens / max(clock - since, 1e-9)
 
     def heldout(self, step: int, loss: float) -> None:
-        """Report the held-out loss after step `step`."""
         if self._rank == 0:
             self._report.sample(step, {HELDOUT_LOSS.name: loss})
 

@@ -225,11 +225,9 @@ class ComputeClock:
         self._ready: Any = None
 
     def begin(self) -> None:
-        """Mark the begin of a step."""
         self._begun, self._ready = self._mark(), None
 
     def gradients_ready(self) -> None:
-        """Mark the end of the step's own computation."""
         self._ready = self._mark()
 
     def lap(self) -> Callable[[], float | None]:

@@ -230,5 +230,5 @@ def default(
         return "chunked"
     reason = triton.unavailable(device, dtype) if reasons is None else reasons["triton"]
     if reason is None and heads is not None:
-        reason = triton.too_large_here(device, dtype, heads)
+        reason = triton.too_large(triton.capability_of(device), dtype, heads)
     return "triton" if reason is None else "chunked"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -110,7 +111,10 @@ def attend_packed(
 @cache
 def _lacking() -> Mapping[str, str]:
     """Kernels lacking in this process. An installed package may still fail to load: built for another PyTorch, say."""
-    versions = {package: version for package, _ in PACKAGES.values() if (version := _version(package))}
+    versions: dict[str, str] = {}
+    for package, _ in PACKAGES.values():
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     lacks = lacking(versions)
     for name, (package, module) in PACKAGES.items():
         if package in versions:
@@ -119,13 +123,6 @@ def _lacking() -> Mapping[str, str]:
             except Exception as err:  # whatever its import raises, other kernels remain
                 lacks[name] = f"{package} {versions[package]} does not load: {str(err).partition(chr(10))[0]}"
     return lacks
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _left(window: int | None, tokens: int) -> int | None:

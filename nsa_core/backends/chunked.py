@@ -29,7 +29,6 @@ _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why this backend cannot run on `device`; None if it can."""
     return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
 
 

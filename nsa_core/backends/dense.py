@@ -41,7 +41,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
     """
     rows, tokens = q.shape[1], k.shape[1]
     window = None if window is None or window >= tokens else window
-    names = _candidates_here(kernel, _layout(rows, tokens, window), q.device, q.dtype, _providers.common_width(q, v))
+    layout = "band" if window is not None or 1 < rows < tokens else "one row" if rows == 1 else "square"
+    names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
     if names[0] in _SDPA:
         return _sdpa(q, k, v, scale, names)
     note("dense", names[0])
@@ -109,12 +110,6 @@ def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype,
 _candidates_here = constant(
     lambda kernel, layout, device, dtype, width: candidates(kernel, layout, _providers.here(device), dtype, width)
 )
-
-
-def _layout(rows: int, tokens: int, window: int | None) -> QueryLayout:
-    if window is not None or 1 < rows < tokens:
-        return "band"
-    return "one row" if rows == 1 else "square"
 
 
 def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from ._copies import copies
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Always None: this backend runs everywhere."""
     return None
 
 

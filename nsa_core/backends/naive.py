@@ -15,7 +15,6 @@ from . import _selection
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Always None: this backend runs everywhere."""
     return None
 
 

@@ -27,7 +27,6 @@ _MOST_QUERIES = 65_535  # of a call: CUDA's limit for the second axis of a grid
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why this backend cannot run on `device`: it reads group sizes; None if it can."""
     return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
 
 

@@ -37,7 +37,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _DTYPES:
         return f"it computes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda":
-        return triton_problem() or unsupported(_capability(device))
+        return triton_problem() or unsupported(capability_of(device))
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return triton_problem()
     return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
@@ -77,7 +77,10 @@ def too_large(capability: tuple[int, int] | None, dtype: torch.dtype, heads: Hea
     widest = 128 if old and dtype == torch.float32 else _WIDEST
     if heads.width > widest:
         return f"its tiles hold head dims up to {widest} there, not {heads.width}"
-    most = _most_heads(old, dtype, heads.width)
+    if dtype != torch.float32:  # with more heads, a row for each takes too much of the shared memory
+        most = 64 if old and heads.width > 128 else 128
+    else:
+        most = 128 if heads.width <= 64 else 64 if heads.width <= 128 else 32
     if heads.group > most:
         return f"its tiles hold up to {most} query heads of a kv head there, not {heads.group}"
     return None
@@ -86,7 +89,6 @@ def too_large(capability: tuple[int, int] | None, dtype: torch.dtype, heads: Hea
 def compressed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
 ) -> Tensor:
-    """Compressed branch."""
     return _one("cmp", q, k_cmp, v_cmp, gate, None, config, offset, scale)
 
 
@@ -105,7 +107,6 @@ def selected(
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Window branch."""
     return _one("win", q, k, v, gate, None, NSAConfig(window=window), k.shape[1] - q.shape[1], scale)
 
 
@@ -235,26 +236,14 @@ def _kernels(q: Tensor, other: Tensor) -> ModuleType:
 
 def refuse_too_large(q: Tensor, *others: Tensor) -> None:
     """Raise BackendError if no tile holds the heads of q [..,Hq,Dk] and of keys or values [..,Hkv,D]."""
-    capability, heads = _capability(q.device), Heads.of(q, *others)
+    capability, heads = capability_of(q.device), Heads.of(q, *others)
     if reason := too_large(capability, q.dtype, heads):
         helps = q.itemsize > 2 and too_large(capability, torch.bfloat16, heads) is None
         fix = 'use backend="chunked"' + (", or half precision" if helps else "")
         raise BackendError("backend", "'triton'", f"{reason}; {fix}")
 
 
-def _most_heads(old: bool, dtype: torch.dtype, width: int) -> int:
-    """Most query heads of a kv head: with more, a row for each takes too much of the shared memory."""
-    if dtype != torch.float32:
-        return 64 if old and width > 128 else 128
-    return 128 if width <= 64 else 64 if width <= 128 else 32
-
-
-def too_large_here(device: torch.device, dtype: torch.dtype, heads: Heads) -> str | None:
-    """As `too_large`, for the GPU `device`."""
-    return too_large(_capability(device), dtype, heads)
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
+def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a GPU; None without one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 

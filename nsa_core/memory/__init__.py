@@ -45,7 +45,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return self.parameters + self.optimizer + self.inputs + self.extra
 
 

@@ -92,10 +92,8 @@ class Ledger:
                 self.peak.update(workspace=passing, activations=-passing)
 
     def release(self, part: Part, size: float) -> None:
-        """Count `size` bytes as freed."""
         self.now[part] -= round(size)
 
     def touch(self, size: float) -> None:
-        """Hold and release `size` bytes of workspace."""
         self.hold("workspace", size)
         self.release("workspace", size)

@@ -36,7 +36,6 @@ class Model:
 
     @property
     def largest_parameter(self) -> int:
-        """Elements of the largest weight."""
         c = self.config
         return c.dim * max(c.vocab_size, c.ffn_dim, c.heads * c.head_dim)
 
@@ -89,7 +88,6 @@ class Model:
 
     @property
     def _mixed(self) -> bool:
-        """Whether autocast is on."""
         return self.weight != self.sizes.element
 
     def _read(self, layers: int) -> int:

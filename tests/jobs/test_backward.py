@@ -11,7 +11,7 @@ import pytest
 import torch
 from supervised import Ended, supervised
 from torch import Tensor, nn
-from travelling import CPU, H200, travelled, values_of
+from travelling import CPU, travelled, values_of
 
 from jobs.backward import LAYERS, BackwardPass, BrokenGradient, LayerWatch, PassFailed, Spec, measure
 from jobs.measure.check import WrongResult
@@ -188,12 +188,3 @@ def test_a_mistake_is_one_line_with_its_fix(data: dict[str, Any], line: str) -> 
     with pytest.raises(SpecError, match=line) as caught:
         parse_spec(data)
     assert "\n" not in str(caught.value)
-
-
-def test_what_a_machine_cannot_run_is_refused() -> None:
-    for name in ("triton", "flash"):
-        with pytest.raises(SpecError, match=f"^implementations: '{name}': .*cpu; use reference, naive, chunked"):
-            _points({"branches": ["win"]}, implementations=[name])
-    both = {"implementations": ["flash", "chunked"], "precision": "bfloat16"}
-    labels = [point.label for point in Spec.model_validate(_data({"branches": ["all", "win"]}, **both)).points(H200)]
-    assert labels == [f"{name} tiny 2 layers S=64" for name in ("chunked all", "flash win", "chunked win")]

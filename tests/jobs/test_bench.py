@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
-from torch._C._autograd import DeviceType
-from travelling import CPU, HEADS, NSA, QUICK, quiet, values_of
 
-from jobs import bench as stages
-from jobs.bench import Kernel, ProfileError, Spec, by_stage, measure, summarize_stages
+from jobs.bench import Kernel, ProfileError, by_stage, summarize_stages
 from nsa_core.kernels.runtime.launch import Started
-
-SMALL = {
-    "kind": "bench",
-    "name": "t",
-    "implementations": ["chunked", "dense", "dense-sdpa-flash"],
-    "shapes": [HEADS, {"query_heads": 3, "kv_heads": 1, "head_dim": 16}],
-    "lengths": [256, 64],
-    "tokens": 128,
-    "dtype": "float32",
-    "nsa": NSA,
-    "timing": QUICK,
-}
 
 
 def _launches(*kernels: str, stage: str = "merge") -> list[Started]:
@@ -77,37 +57,3 @@ def test_stages_are_medians_longest_first() -> None:
     ]
     assert found.metrics[0].samples == (3.0, 9.0, 5.0)
     assert "5.0000 ms  merge" in found.text
-
-
-def test_a_stage_point_profiles_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, with a real call but stand-ins for the profiler and the launches."""
-    calls: list[int] = []
-    event = SimpleNamespace(
-        name=lambda: "_merge",
-        start_ns=lambda: 0,
-        duration_ns=lambda: 2 * 10**6,
-        device_type=lambda: DeviceType.CUDA,
-        is_user_annotation=lambda: False,
-    )
-    other = SimpleNamespace(name=lambda: "cudaLaunchKernel", device_type=lambda: DeviceType.CPU)
-
-    @contextmanager
-    def profile(**_: object) -> Any:
-        calls.append(1)
-        yield SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [event, other])))
-
-    @contextmanager
-    def observe() -> Any:
-        yield _launches("_merge")
-
-    monkeypatch.setattr(stages, "profile", profile)
-    monkeypatch.setattr(stages, "observe", observe)
-    monkeypatch.setattr(stages, "l2_filler", lambda device: torch.empty(1))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    point = Spec.model_validate({**SMALL, "implementations": ["chunked"]}).points(CPU)[1]
-    result = measure(point.case.model_copy(update={"profiles": 3}), quiet)
-    found = values_of(result)
-    assert found["stage_merge"] == 2.0
-    assert found["oracle_error"] <= found["oracle_error_bound"]
-    assert len(calls) == 1 + 3  # the first starts the profiler
-    assert "_merge" in result.files["kernels.txt"]

@@ -13,9 +13,7 @@ from jobs.branches import Spec
 from jobs.measure import isolation
 from jobs.measure.check import HeadShape, WrongResult
 from jobs.measure.isolation import trace_branch
-from jobs.schema.point import Machine
 from jobs.specs.nsa_effect import ACTS_ON
-from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.backends import triton
 from nsa_core.functional import BRANCHES
@@ -90,14 +88,3 @@ def test_a_branch_that_launches_kernels_of_another_one_is_an_error(branch: Branc
     for other in others:
         with pytest.raises(WrongResult, match=f"branch {branch} alone also ran for other branches"):
             isolation._refuse_foreign(branch, "triton", set(), _stages(other))
-
-
-def test_a_backend_of_the_window_alone_has_points_there_alone() -> None:
-    cuda = Machine("cuda", "NVIDIA H200", 140 * 2**30)
-    points = _spec(backends=["flash", "chunked"], dtype="bfloat16", passes=["forward"]).points(cuda)
-    assert [p.label for p in points if p.axes.implementation == "flash"] == ["flash win forward S=64"]
-    with pytest.raises(ValueError, match="'flash': computes the window alone; add win"):
-        _spec(backends=["flash"], branches=["cmp", "slc"])
-    for name in ("triton", "flash"):
-        with pytest.raises(SpecError, match=f"backends: '{name}': "):
-            _spec(backends=[name], nsa=_of("win")).points(CPU)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -61,17 +60,6 @@ def test_points_that_do_not_fit_are_skipped_with_the_arithmetic() -> None:
     assert reason.endswith("GiB, memory_gib allows 2 GiB; shorten lengths or use chunked")
     small = Machine("cuda", "small card", 2**20)
     assert "the cuda device has 1 MiB" in str(_spec(lengths=[8192]).points(small)[0].skip_reason)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("workload", ["attention", "model"])
-def test_the_kernels_memory_is_predicted_for_a_gpu_that_is_elsewhere(workload: str) -> None:
-    spec = _spec(implementations=["triton"], preset="m7c_125m", shape=None, nsa=None, workload=workload,
-                 dtype="bfloat16", lengths=[2048, 2**20], passes=["forward+backward"])  # fmt: skip
-    short, long = spec.points(Machine("cuda", "card", 8 * 2**30))
-    assert short.skip_reason is None
-    assert short.estimate_bytes is not None
-    assert "the cuda device has 8 GiB" in str(long.skip_reason)
 
 
 def test_the_key_ignores_what_dense_attention_does_not_use() -> None:

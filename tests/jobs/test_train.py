@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,21 +11,15 @@ import torch
 from trainings import small, trains_alike
 from travelling import CPU, travelled, values_of
 
-from jobs.hardware import energy
-from jobs.measure import check
-from jobs.measure.check import WrongResult
 from jobs.measure.memory import GraphMemory
 from jobs.schema.point import Measurement
 from jobs.train import Spec, measure
-from jobs.training import loop
 from jobs.training import parallel as parallel_model
 from jobs.training.case import Layout
 from jobs.training.data.base import load_corpus
 from jobs.training.errors import Diverged, Ineffective
-from jobs.training.loop import in_order
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
-from nsa_core.backends import chunked
 from nsa_core.model import PRESETS, NSATransformer
 
 
@@ -57,19 +50,6 @@ def test_the_loss_falls_on_held_out_text(text: Path) -> None:
         curve = next(m.samples for m in result.metrics if m.name == "loss")
         assert len(curve) == 25
         assert curve[-1] < curve[0]
-
-
-def test_energy_is_that_of_the_steady_steps(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([10_000, 43_000])  # mJ
-
-    class Meter(energy.EnergyMeter):
-        def _counter(self) -> float:
-            return next(readings) / 1000
-
-    monkeypatch.setattr(energy, "LEAST_S", 0)
-    monkeypatch.setattr(loop.EnergyMeter, "of", lambda device: Meter("0"))
-    [found] = [metric for metric in _train(_spec(text)).metrics if metric.name == "energy_per_token"]
-    assert found.value == pytest.approx(33 / (22 * 4 * 48)), "25 steps, of which two warm up and one begins the stretch"
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_one_others(text: Path) -> None:
@@ -137,17 +117,6 @@ def test_an_infinite_or_nan_loss_is_an_error(text: Path) -> None:
         _train(wild)
 
 
-def test_attention_that_is_wrong_is_not_trained_with(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = chunked.window
-    monkeypatch.setattr(chunked, "window", lambda *args: right(*args) * 1.01)
-    check.check_attention.cache_clear()
-    phases: list[str] = []
-    case = travelled(_spec(text).points(CPU)[0])
-    with pytest.raises(WrongResult, match="chunked: "):
-        measure(case, lambda phase, done=0, total=0: phases.append(phase))
-    assert "train" not in phases
-
-
 def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
     spec = OptimizerSpec(learning_rate=1.0, warmup_steps=4, final_fraction=0.1)
     rates = [learning_rate(spec, step, 20) for step in range(20)]
@@ -189,13 +158,6 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     assert sides == {0, 2}, "else this tests nothing"
 
 
-def test_targets_are_the_tokens_one_later(text: Path) -> None:
-    corpus = load_corpus(text, 0.2, 48)
-    tokens, targets = next(corpus.batches(3, 48, seed=0))
-    assert tokens.shape == targets.shape == (3, 48)
-    assert (tokens[:, 1:] == targets[:, :-1]).all()
-
-
 def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_text("a" * 900 + "b" * 100)
@@ -208,18 +170,3 @@ def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Pa
         ValueError, match=r"held-out part is empty, as the contents of its 2 files put all .* one alone"
     ):
         load_corpus(tmp_path, 0.1, 16)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
-def test_losses_come_in_order_with_steps_started_ahead(ahead: int) -> None:
-    """On a GPU the host starts the next step before it waits for the previous loss."""
-    started: list[int] = []
-
-    def steps() -> Iterator[Callable[[], float]]:
-        for i in range(5):
-            started.append(i)
-            yield lambda i=i: 10.0 * i
-
-    lead = [(loss, len(started)) for loss in in_order(steps(), ahead)]
-    assert [loss for loss, _ in lead] == [0.0, 10.0, 20.0, 30.0, 40.0]
-    assert [count for _, count in lead] == [min(5, i + 1 + ahead) for i in range(5)]

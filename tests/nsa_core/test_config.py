@@ -46,34 +46,6 @@ def tensors(tokens=20, heads=4, kv_heads=2, dim=8):
     )
 
 
-def broken(name):
-    """The arguments of a call in which `name` is wrong."""
-    q, k, v, gates = tensors()
-    arguments = {"q": q, "k": k, "v": v, "gates": gates}
-    wrong = {
-        "q": q[0],
-        "k": k[:, :, :, :4],
-        "v": v.double(),
-        "gates": gates[..., :2],
-        "k_cmp": k[:, :3],
-        "v_cmp": v[:, :, :1],
-        "cu_seqlens": torch.tensor([0, 30, 20]),
-        "branches": ("cmp", "dense"),
-        "backend": "triton9",
-    }[name]
-    if name == "cu_seqlens":
-        arguments = {key: x[0] for key, x in arguments.items()}
-    return arguments | {name: wrong}
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "gates", "k_cmp", "v_cmp", "cu_seqlens", "branches", "backend"])
-def test_wrong_operands_are_named(name):
-    arguments = broken(name)
-    with pytest.raises(InputError, match=rf"^{name}: .*: .+") as caught:
-        nsa_attention(**arguments, config=SMALL)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("change", "field"),
     [

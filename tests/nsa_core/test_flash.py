@@ -203,14 +203,6 @@ def test_flash_is_for_the_window_alone(make_case, config):
         nsa_attention(*case.leaves, config, backend={"win": "flash"})
 
 
-def test_head_dims_too_wide_for_flash_kernels_are_an_error(asked, make_case, config):
-    case = make_case(20, dim=264, dtype=BF16)
-    with pytest.raises(
-        BackendError, match=r"backend\['win'\]: 'flash': it takes head dims up to 256 .*; use triton or"
-    ):
-        nsa_attention(*case.leaves, config, backend={"win": "flash"})
-
-
 def test_torch_compile_traces_dense_attention_in_one_piece_at_any_length(make_case):
     compiled = torch.compile(dense_attention, backend="aot_eager", fullgraph=True)
     for tokens in (30, 41, 52):

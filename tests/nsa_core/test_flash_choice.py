@@ -17,7 +17,6 @@ from nsa_core.backends._providers import Host
 BF16, FP32 = torch.bfloat16, torch.float32
 A100, H200, B200 = (8, 0), (9, 0), (10, 0)
 NO_PACKAGES = _providers.lacking({})
-BOTH = {"flash-attn": "2.8.3", "flash-attn-4": "4.0"}
 HOPPER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
 OTHERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
 
@@ -83,11 +82,6 @@ def test_the_fastest_usable_kernel_is_taken(capability, lacks, dtype, width, cas
 def test_an_unusable_kernel_is_refused_with_the_reason(kernel, capability, lacks, dtype, width, case, why):
     with pytest.raises(BackendError, match=rf"^backend: '{kernel}': .*{why}"):
         dense.candidates(kernel, case, Host(capability, lacks), dtype, width)
-
-
-@pytest.mark.parametrize("kernel", dense.KERNELS)
-def test_a_usable_kernel_is_taken_by_name(kernel):
-    assert dense.candidates(kernel, "square", Host.described("9.0", BOTH), BF16, 64) == (kernel,)
 
 
 def test_a_package_that_does_not_load_is_not_taken(monkeypatch):

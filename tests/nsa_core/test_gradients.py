@@ -67,25 +67,6 @@ def test_half_precision_gradients_are_as_good_as_an_eager_runs(fast_backend, mak
         assert relative_error(got, want) <= 2 * relative_error(other, want), name
 
 
-@pytest.mark.usefixtures("many_chunks")
-def test_gradients_of_packed_sequences_and_of_the_last_rows(make_case, config):
-    case = make_case(100, dtype=torch.float64)
-    bounds = torch.tensor([0, 30, 100], dtype=torch.int32)
-    for name in ("chunked", "reference"):
-        packed = gradients(
-            case.leaves,
-            lambda n=name: nsa_attention(*(x[0] for x in case.leaves), config, cu_seqlens=bounds, backend=n),
-        )
-        last = gradients(
-            case.leaves,
-            lambda n=name: nsa_attention(case.q[:, -9:], case.k, case.v, case.gates[:, -9:], config, backend=n),
-        )
-        if name == "chunked":
-            chunked = [*packed, *last]
-    for got, want in zip(chunked, [*packed, *last], strict=True):
-        assert relative_error(got, want) < 1e-12
-
-
 def test_autocast_around_the_backward_changes_no_bit_and_float64_stays(make_case, config):
     case = make_case(70)
     with torch.autocast("cpu", torch.bfloat16):

@@ -19,7 +19,6 @@ from nsa_core import NSAConfig, nsa_attention
 from nsa_core.backends import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
-from nsa_core.memory.operator import Allocations
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -135,46 +134,6 @@ def test_model(changes: dict[str, object], autocast: bool, host_code: None) -> N
 
 
 @needs_triton
-def test_memory_grows_with_the_sequence_and_no_faster() -> None:
-    shape = {"heads": (12, 2), "head_dim": 64, "config": NSAConfig(), "dtype": torch.bfloat16}
-    sizes = {i: estimate(2**i, **shape).extra for i in range(4, 21)}
-    assert list(sizes.values()) == sorted(sizes.values())
-    assert sizes[17] / sizes[14] < 8**1.02
-    assert sizes[20] / sizes[19] < 2.02
-
-
-@needs_triton
-def test_a_forward_alone_takes_less_and_keeps_no_gradients() -> None:
-    both, forward = (estimate(4000, backward=backward) for backward in (True, False))
-    assert forward.extra < both.extra
-    assert forward.gradients == 0 < both.gradients == 4000 * (4 + 2 + 2) * 32 * 4
-    assert both.extra == both.gradients + both.activations + both.workspace
-
-
-@needs_triton
-def test_hopper_packs_slots_and_keeps_one_output_less_of_a_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_core.kernels.runtime import tiles
-    from nsa_core.memory import operator as kernels
-
-    shape = {"heads": (8, 2), "head_dim": 128, "config": NSAConfig(), "dtype": torch.bfloat16, "device": "cuda"}
-    found = {}
-    for capability in (80, 90):
-        kernels._trace.cache_clear()
-        monkeypatch.setattr(tiles, "capability", lambda device, capability=capability: capability)
-        found[capability] = [estimate(4096, **shape, backward=backward).extra for backward in (False, True)]
-    kernels._trace.cache_clear()
-    packed = 3072 * 4 * 13 * (128 * 2 - 48 * 4 - 4)  # less: 13 slots a row and head of one group, which is a chunk
-    assert found[80][0] - found[90][0] == 4096 * 8 * (128 * 2 + 4) + packed  # the output, and its log-sum-exps
-    assert found[80][1] - found[90][1] == packed
-
-
-@needs_triton
-def test_sizes_on_a_gpu_are_rounded_as_its_allocator_does() -> None:
-    cpu, gpu = (estimate(33, device=device).extra for device in ("cpu", "cuda"))
-    assert cpu < gpu < cpu + 100 * 512
-
-
-@needs_triton
 def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [estimate(2**17, batch=batch) for batch in (1, 3)]
     monkeypatch.setattr("nsa_core.memory.operator._LONGEST", 2**16)  # half of it is beyond the least of any buffer
@@ -199,37 +158,3 @@ def test_without_triton_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert not predicts("triton")
     with pytest.raises(InputError, match=r"^implementation: 'triton': it needs Triton: pip install"):
         estimate(64)
-
-
-class TestAllocations:
-    def test_views_and_results_in_place_are_not_new(self) -> None:
-        x = torch.empty(10, 10, device="meta")
-        with Allocations() as counted:
-            y = x.t()[:5].add_(1)
-            assert counted.now == 0
-            y = y + 1
-            assert counted.now == y.nbytes == 200
-            y.t()[3:].mul_(2)
-        assert counted.peak == counted.now == 200
-
-    def test_unreferenced_storages_are_released(self) -> None:
-        x = torch.empty(100, device="meta")
-        with Allocations() as counted:
-            y = (x + 1) + 1
-            assert (counted.now, counted.peak) == (400, 800)
-            del y
-            assert (counted.now, counted.peak) == (0, 800)
-
-    def test_tensors_saved_by_autograd_count_until_the_backward(self) -> None:
-        x = torch.empty(100, device="meta", requires_grad=True)
-        with Allocations() as counted:
-            out = (x * 1).exp().sum()
-            assert counted.now == 400 + 4
-            (gradient,) = torch.autograd.grad(out, x)
-            assert counted.now == gradient.nbytes + 4
-
-    def test_sizes_are_rounded_up_to_the_granule(self) -> None:
-        with Allocations(512) as counted:
-            held = [torch.empty(n, device="meta") for n in (1, 128, 129)]
-        assert counted.now == 512 + 512 + 1024
-        assert held

@@ -228,15 +228,6 @@ def test_a_nan_stays_in_its_packed_sequence(backend, make_case, config, longest,
             assert not x[end:].isnan().any()
 
 
-@pytest.mark.parametrize("longest", [None, 60])
-def test_packed_compressed_tokens_that_are_too_few_are_refused(make_case, config, longest):
-    packed = [x[0].detach() for x in make_case(100).leaves]
-    bounds = torch.tensor([0, 40, 100], dtype=torch.int32)
-    means = compress(packed[1], config, cu_seqlens=bounds)
-    with pytest.raises(InputError, match=f"^k_cmp: .*: give {len(means)} compressed tokens"):
-        nsa_attention(*packed, config, k_cmp=means[1:], cu_seqlens=bounds, max_seqlen=longest)
-
-
 @pytest.mark.parametrize(
     ("bounds", "longest", "message"),
     [

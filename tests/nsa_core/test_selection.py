@@ -86,14 +86,6 @@ def test_forced_blocks_count_among_the_selected(backend, make_case):
     assert blocks[199] == [0, 1, 11, 12]
 
 
-def test_without_forced_blocks_importance_alone_decides(backend):
-    config = NSAConfig(8, 4, 16, slc_count=1, init_blocks=0, local_blocks=0)
-    q, k = torch.zeros(1, 100, 2, 8), torch.zeros(1, 100, 1, 8)
-    q[..., 0], k[0, 52, 0, 0] = 4.0, 40.0  # token 52 is in block 3
-    blocks = select_blocks(q, k, config, backend=backend)[0, :, 0, 0]
-    assert blocks[60:].tolist() == [3] * 40
-
-
 def test_equal_queries_in_a_group_select_as_one_of_them(backend, make_case, config):
     case = make_case(120, heads=2, kv_heads=2)
     alone = select_blocks(case.q, case.k, config, backend=backend)

@@ -20,7 +20,7 @@ import torch
 from jobs.schema.point import Machine
 from jobs.specs.fit import backend_reasons
 from nsa_core import available_backends
-from nsa_core.backends import BACKENDS, TRITON, Heads, default, resolve, triton_problem, triton_version, untested
+from nsa_core.backends import TRITON, Heads, default, resolve, triton_problem, triton_version, untested
 from nsa_core.backends.triton import CAPABILITIES
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
@@ -192,19 +192,6 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
         with pytest.raises(BackendError, match=f"{said}; use one of auto, "):
             resolve("triton", ["win"], cuda, torch.bfloat16)
         assert doctor._triton().detail == f"auto takes chunked instead: {said}"
-
-
-@pytest.mark.parametrize(
-    ("capability", "dim", "group", "taken"),
-    [((8, 0), 256, 64, True), ((8, 0), 256, 65, False), ((9, 0), 256, 65, True), ((8, 0), 264, 1, False)],
-)
-def test_auto_takes_chunked_for_heads_that_no_tile_holds(monkeypatch, capability, dim, group, taken) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    place = torch.device("cuda"), torch.bfloat16, Heads(dim, group)
-    assert default(*place) == ("triton" if taken else "chunked")
-    chosen = resolve("auto", ["cmp", "slc", "win", "select"], *place)
-    assert set(chosen.values()) == {BACKENDS["triton" if taken else "chunked"]}
 
 
 def test_capabilities_are_those_that_the_kernels_are_compiled_for() -> None:

@@ -78,12 +78,10 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint's folder."""
         return f"{self.number:06d}-step-{self.step}"
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files.values())
 
     def is_gone_on_from(self, key: str) -> bool:

@@ -90,7 +90,6 @@ class DataSpec(Strict):
         return f"data.tokenizer_path: {str(self.tokenizer_path)!r}"
 
     def paths(self) -> Mapping[str, Path]:
-        """Files and folders to be read, by field name."""
         found = {"data.path": self.path, "data.tokenizer_path": self.tokenizer_path}
         return {field: path for field, path in found.items() if path is not None}
 

@@ -42,11 +42,9 @@ class TokenCorpus:
         return TokenBatches(self.documents.training(seed), self.tokenizer, batch, seq_len)
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out tokens."""
         return spread_windows(self.heldout, batch, seq_len, count)
 
     def text_bytes(self, targets: Tensor) -> int:
-        """Bytes of text that `targets` stand for; the end of a document counts as one."""
         return self.tokenizer.text_bytes(targets)
 
     def about(self) -> dict[str, Any]:
@@ -226,7 +224,6 @@ class TrainingDocuments(Iterator[str]):
             self._begin_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last text."""
         return {"dataset": self._position, "epoch": self.epoch, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -311,7 +308,6 @@ class TextTokenizer:
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def text_bytes(self, ids: Tensor) -> int:
-        """Bytes of text that tokens stand for; the end of a document counts as one."""
         return int(self._bytes[ids].sum())
 
 

@@ -146,21 +146,6 @@ def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypat
         assert "samples over 4.0 s" in summary.text
 
 
-def test_energy_and_time_leave_out_a_pause(driver: None) -> None:
-    sampler = GpuSampler("0")
-    samples = [sampler.sample(0, 0), sampler.sample(1, 1)]
-    sampler.pause()
-    samples += [sampler.sample(2, 100), sampler.sample(3, 101)]
-    assert energy(samples) == energy(merged(samples, 4)) == 2 * 350
-    telemetry = Telemetry(["0"], period_s=0.005)
-    with telemetry.paused():
-        telemetry.start()
-        time.sleep(0.05)
-        assert telemetry.samples == []
-    wait_for(lambda: bool(telemetry.samples), 30)
-    telemetry.stop()
-
-
 def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
     driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,19 +162,6 @@ def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
     monkeypatch.setattr(energy_module, "LEAST_S", 0)
     assert (found := meter.energy) is not None
     assert (found.joules, found.work) == (4 + 6, 40)
-
-
-@pytest.mark.parametrize("counter", [_refuse, iter([5_000, 1_000]).__next__])
-def test_without_a_counter_that_grows_there_is_no_energy(
-    driver: None, monkeypatch: pytest.MonkeyPatch, counter: Any
-) -> None:
-    monkeypatch.setattr(energy_module, "LEAST_S", 0)
-    told = counter if counter is _refuse else lambda _: counter()
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", told, raising=False)
-    for meter in (EnergyMeter("0"), EnergyMeter(None)):
-        meter.start()
-        meter.stop(10)
-        assert meter.energy is None
 
 
 def test_usage_of_a_process_tree_counts_its_children() -> None:

@@ -141,47 +141,6 @@ def _implementations_on(machine: Machine, spec: Any) -> set[str | None]:
     return {point.axes.implementation for point in spec.points(machine)}
 
 
-@pytest.mark.parametrize("installed_here", [True, False])
-def test_triton_is_looked_for_where_the_points_will_run(
-    tmp_path: Path, installed_here: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nsa_core.backends.triton.triton_problem", lambda: None if installed_here else "no Triton here")
-    scaling = _load(tmp_path, {**SCALING, "implementations": ["triton"]})
-    train = _load(tmp_path, {**TRAIN, "backend": "triton"})
-    auto = _load(tmp_path, {**TRAIN, "precision": "bfloat16"})
-    unasked, with_it, without, newer, broken = (
-        Machine("cuda", "NVIDIA H200", 140 * 2**30, {"torch": "2.11", **triton} if triton is not None else {})
-        for triton in (
-            None,
-            {"triton": "3.6"},
-            {},
-            {"triton": "3.10.1"},
-            {"triton": "3.6.0", "triton-problem": "the kernels do not load"},
-        )
-    )
-    for machine in (unasked, with_it):
-        assert (
-            _implementations_on(machine, scaling)
-            == _implementations_on(machine, train)
-            == _implementations_on(machine, auto)
-            == {"triton"}
-        )
-        assert auto.points(machine)[0].config["model"]["backend"] == "triton"
-    for machine in (without, newer, broken, CPU):
-        assert _implementations_on(machine, auto) == {"chunked"}
-    for spec, field in ((scaling, "implementations"), (train, "backend")):
-        with pytest.raises(
-            SpecError, match=rf"^{field}: 'triton': NVIDIA H200 has no Triton: pip install .*; use .*chunked"
-        ):
-            spec.points(without)
-        with pytest.raises(SpecError, match=rf"^{field}: 'triton': NVIDIA H200: Triton 3.10.1 is untested, .* 3.6 to"):
-            spec.points(newer)
-        with pytest.raises(SpecError, match=rf"^{field}: 'triton': NVIDIA H200: the kernels do not load; use .*chun"):
-            spec.points(broken)
-        with pytest.raises(SpecError, match=rf"^{field}: 'triton': it .*; use .*chunked"):
-            spec.points(CPU)
-
-
 H200 = {"torch": "2.11", "triton": "3.6", "capability": "9.0"}
 DENSE_KERNELS = [
     # implementation, dtype, head dim, the host's fingerprint, the mistake (None: none)

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 from travelling import CPU, HEADS, NSA, QUICK, quiet, travelled
 
 from jobs.measure import check
-from jobs.process.messages import Beat, MeasurePoint
 from jobs.schema.axes import Axes, check_values
 from jobs.schema.point import Machine
-from jobs.specs.kinds import KindError, kind_module, kinds, offered_kinds
+from jobs.specs.kinds import kind_module, kinds, offered_kinds
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, available_backends, nsa_attention
@@ -26,7 +24,6 @@ from nsa_core.backends import chunked, offered
 from nsa_core.errors import BackendError
 from orchestrator import provenance
 from orchestrator.cli import doctor
-from orchestrator.execute.point import measure_point
 from orchestrator.settings import Settings
 
 KIND = """
@@ -117,16 +114,6 @@ def test_a_kind_from_outside_is_found_and_measured(acme: Path) -> None:
         parse_spec({**SPEC, "number": "x"})
 
 
-def test_a_points_process_measures_a_kind_from_outside(acme: Path) -> None:
-    sent: list[Any] = []
-    channel: Any = SimpleNamespace(send=sent.append)
-    done = measure_point(MeasurePoint("acme", {"number": 3}, "cpu"), channel)
-    assert [metric.value for metric in done.measurement.metrics] == [3]
-    assert [event.phase for event in sent if isinstance(event, Beat)] == ["acme"]
-    with pytest.raises(KindError, match="no job kind"):
-        measure_point(MeasurePoint("nowhere", {}, "cpu"), channel)
-
-
 BROKEN_KINDS = [
     # the module, the entry's name, the problem
     ("import nowhere", "acme", r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
@@ -155,21 +142,6 @@ def test_a_broken_kind_is_reported_and_harmless(install: Install, text: str, nam
     findings = {finding.name: finding for finding in doctor.findings(Settings())}
     assert findings[f"kind {name}"].health is doctor.Health.BROKEN
     assert (findings["kind good"].health, findings["kind good"].detail) == (doctor.Health.OK, "good 1.2")
-
-
-def test_the_first_kind_of_a_name_has_it(install: Install) -> None:
-    for package in ("zebra", "acme"):
-        text = KIND.replace('"acme"', '"drill"')
-        install(package, {"kind": KIND, "drill": text}, jobs={"acme": f"{package}.kind", "drill": f"{package}.drill"})
-    problems = {(each.name, each.package): each.problem for each in offered_kinds()}
-    assert problems == {
-        ("acme", "acme"): None,
-        ("acme", "zebra"): "has a name that acme has taken",
-        ("drill", "acme"): "has a name that a module of nsa-bench's own jobs has",
-        ("drill", "zebra"): "has a name that a module of nsa-bench's own jobs has",
-    }
-    assert kind_module("acme").__name__ == "acme.kind"
-    assert kind_module("drill").__name__ == "jobs.drill"
 
 
 def test_an_implementation_from_outside_is_found_and_measured(install: Install) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
-import pytest
 import torch
 
 from jobs.hardware import variables
@@ -48,23 +46,6 @@ def test_a_single_environment_needs_no_mark_in_the_label_but_is_part_of_the_key(
     assert (under.label, under.axes.env) == ("ok", "TORCH_LOGS=dynamo")
     assert plain.key("code", CPU) != under.key("code", CPU)
     assert replace(plain, python="/a").key("code", CPU) != replace(plain, python="/b").key("code", CPU)
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "gpus", "reason"),
-    [
-        ("CUDA_LAUNCH_BLOCKING", "cpu", 0, "it concerns GPUs, and the points run on the CPU"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "cpu", 0, "it concerns GPUs"),
-        ("NCCL_DEBUG", "cuda", 1, "NCCL is not used by a point with one GPU"),
-        ("CUDA_LAUNCH_BLOCKING", "cuda", 1, None),
-        ("ATEN_CPU_CAPABILITY", "cpu", 0, None),
-    ],
-)
-def test_a_variable_that_cannot_have_an_effect_has_a_reason(
-    name: str, device: str, gpus: float, reason: str | None
-) -> None:
-    found = variables.refusal(name, device, gpus)
-    assert (found is None) if reason is None else re.match(reason, str(found))
 
 
 def test_effective_values_are_read_where_they_take_effect(monkeypatch) -> None:

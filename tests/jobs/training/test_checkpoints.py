@@ -274,26 +274,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(text: Path, t
     assert _steps(tmp_path) == [12, 8], "the damaged one took no place"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda data: data | {"number": str(data["number"])}, lambda data: data | {"files": {}}, None],
-    ids=["other types", "no files", "torn"],
-)
-def test_a_checkpoint_without_a_good_manifest_is_reported_and_the_one_before_taken(
-    text: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None
-) -> None:
-    with pytest.raises(Suspended):
-        _train(text, Watching(tmp_path, at=9, act=interrupt))
-    newest = tmp_path / CheckpointFolder(f"file://{tmp_path}").complete()[0].name / MANIFEST
-    content = newest.read_text()
-    newest.write_text(json.dumps(change(json.loads(content))) if change else content[:40])
-    watching = Watching(tmp_path)
-    result = _train(text, watching)
-    (warning,) = watching.warnings
-    assert warning == f"checkpoint {newest.parent.name} is damaged and not used: complete.json is no manifest"
-    assert by_name(result)["resumed_step"].value == 8
-
-
 def test_another_text_is_refused_by_a_checkpoint(text: Path, tmp_path: Path) -> None:
     with pytest.raises(Suspended):
         _train(text, Watching(tmp_path / "kept", at=5, act=interrupt))

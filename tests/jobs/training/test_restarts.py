@@ -16,7 +16,7 @@ import pytest
 from trainings import Keeping, small
 from travelling import travelled
 
-from jobs.process.messages import Beat, RankFailure, Samples
+from jobs.process.messages import Beat, RankFailure
 from jobs.process.reporter import ProcessReporter
 from jobs.schema.launcher import RanksEnded
 from jobs.schema.point import Machine, Surroundings
@@ -219,21 +219,3 @@ def test_progress_is_that_of_the_slowest_rank() -> None:
     for step in range(20, 30):
         fast(f"phase {step}", step)
     assert seen == [("phase 0", 0), ("phase 1", 1)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_imbalance_is_told_once_all_ranks_have_got_to_another_step(ranks: int) -> None:
-    told = Keeping()
-    watch = RankWatch(ranks, told)
-    assert "rank_imbalance" not in told.series
-    for step in range(1, 101):
-        for rank in range(ranks):
-            later = 17_000.0 if rank else 16_000.0  # the first step compiles
-            ms = later if step == 1 else 10.0 if step <= 50 else 10.0 + 20 * rank
-            watch.note(Samples(rank, step - rank % 2, 0.0, {"rank_compute_time": ms}))
-            watch.note(Samples(rank, step - rank % 2, 0.0, {"training_memory": 400.0}))
-    found = told.series.get("rank_imbalance", {})
-    assert list(found) == (list(range(1, 100)) if ranks > 1 else [])
-    if ranks == 2:
-        assert found[3] == found[40] == 0
-        assert found[99] == pytest.approx(50), "30 ms over the mean, 20 ms"

@@ -295,13 +295,3 @@ def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path,
 
 
 # The spec
-
-
-def test_a_folder_of_vocabulary_and_merges_is_the_same_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
-    tokenizers.Tokenizer.from_file(str(tokenizer)).model.save(str(tmp_path))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    specs = [DataSpec(path=tmp_path, tokenizer_path=path) for path in (tokenizer, tmp_path, tmp_path / "other")]
-    assert {spec.vocabulary() for spec in specs} == {320}
-    expected, *others = ([*map(tuple, load_tokenizer(spec).encode(texts()))] for spec in specs)
-    assert others == [expected, expected]
