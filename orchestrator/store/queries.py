@@ -146,6 +146,13 @@ def metrics(store: Store, point_id: str) -> pd.DataFrame:
     return _frame(store, query.order_by(Metric.id))
 
 
+def samples(store: Store, run_id: str, metric: str) -> dict[str, list[float]]:
+    """The samples of a metric, or its value where it has none, of the points of a run by id."""
+    query = select(Metric.point_id, Metric.value, Metric.samples).select_from(Point).join(Point.metrics)
+    rows = _mappings(store, query.where(Point.run_id == run_id, Metric.name == metric))
+    return {row["point_id"]: row["samples"] or [row["value"]] for row in rows}
+
+
 def series(
     store: Store,
     point_id: str,
