@@ -167,7 +167,7 @@ def _measure(
                 executor.cancel()
             raise
         except Exception as err:
-            scheduler.give_up(f"{type(err).__name__}: {err}")
+            scheduler.end(RunState.FAILED, PointState.LOST, f"{type(err).__name__}: {err}")
             if not isinstance(err, ExecutorGone):
                 recorder.close(stopped=lambda: stop.reason)
                 raise

@@ -91,10 +91,6 @@ class Scheduler:
         self._recorder.write([self._run_end(RunState.DONE)])
         return RunState.DONE
 
-    def give_up(self, reason: str) -> None:
-        """Record that the run cannot go on; its unfinished points become LOST."""
-        self._end(RunState.FAILED, PointState.LOST, reason)
-
     def _hand_out(self) -> None:
         size = 1
         if self._conditions.warm:  # one slot gets all; several get shrinking shares, so that they end together
@@ -180,14 +176,14 @@ class Scheduler:
 
     def _cancel(self, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
-        left = self._end(RunState.CANCELLED, PointState.CANCELLED, reason)
+        left = self.end(RunState.CANCELLED, PointState.CANCELLED, reason)
         try:
             self._executor.cancel()
         except ExecutorGone as gone:  # the run is cancelled all the same
             self._watcher.tell(f"warning: its processes may still run: {gone}")
         self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
-    def _end(self, run: RunState, point: PointState, reason: str) -> int:
+    def end(self, run: RunState, point: PointState, reason: str) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [OutcomeRecord(**a.ids, attempt=a.attempt, state=point, reason=reason) for a in left]

@@ -225,21 +225,16 @@ def _of_point(session: Session, run: Run, point: Point) -> Iterator[Record]:
 
 def _planned(run: Run, point: Point, attempt: Attempt) -> PointRecord:
     skipped = _skipped(attempt)
-    return PointRecord(
-        run_id=run.id,
-        at=attempt.ended_at if skipped and attempt.ended_at else run.created_at,
-        point_id=point.id,
-        index=point.number,
-        attempt=attempt.number - 1,
-        key=attempt.key,
-        label=point.label,
-        config=point.config,
-        axes={**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
-        estimate_bytes=point.estimate_bytes,
-        state=PointState.SKIPPED if skipped else PointState.PENDING,
-        reason=attempt.reason if skipped else None,
-        resumed=attempt.resumed,
-    )
+    planned = {
+        "at": attempt.ended_at if skipped and attempt.ended_at else run.created_at,
+        "point_id": point.id,
+        "index": point.number,
+        "attempt": attempt.number - 1,
+        "axes": {**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
+        "state": PointState.SKIPPED if skipped else PointState.PENDING,
+        "reason": attempt.reason if skipped else None,
+    }
+    return PointRecord.model_validate({**_fields(attempt, PointRecord), **_fields(point, PointRecord), **planned})
 
 
 def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[Record]:

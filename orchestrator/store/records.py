@@ -89,15 +89,6 @@ class _Record(_Plain):
     run_id: Name
     at: Moment = Field(default_factory=now)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_fields(cls, data: Any) -> Any:
-        """Journals of before 0.2.0 have empty fields that are gone, or that no longer may be empty."""
-        if not isinstance(data, dict):
-            return data
-        fields = cls.model_fields
-        return {n: value for n, value in data.items() if value is not None and (n in fields or value != [])}
-
 
 class RunRecord(_Record):
     """Start of a run, or its resumption; `resumed` counts the latter."""

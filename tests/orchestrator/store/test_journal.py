@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.store import journal
 from orchestrator.store.journal import Journal, JournalError, JournalFull
-from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.store.records import EventRecord, StartRecord
 
 
 @contextmanager
@@ -97,10 +97,3 @@ def test_a_disk_that_takes_no_more_leaves_the_journal_as_it_was(path: Path) -> N
         assert path.read_bytes() == before
         book.append([note("d")])
     assert messages(path) == ["a", "d"]
-
-
-def test_empty_fields_of_older_journals_are_left_out(tmp_path: Path) -> None:
-    end = '{"type":"outcome","run_id":"r","point_id":"r/0","attempt":1,"state":"ok","artifacts":[],"resumed":null}'
-    (tmp_path / "journal.jsonl").write_text(end + "\n")
-    [record] = journal.read(tmp_path / "journal.jsonl")
-    assert isinstance(record, OutcomeRecord)
