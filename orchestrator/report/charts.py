@@ -38,12 +38,8 @@ _BRANCHES = {
 
 
 def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart:
-    """Fitted exponents (`fits_frame`) with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth.
-
-    Raises:
-        ValueError: there is no fit.
-    """
-    rows = _some(fits)
+    """Fitted exponents (`fits_frame`) with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth."""
+    rows = fits.to_dict("records")
     names = series.labels(rows, quantities)
     marks = [_mark(row, names) for row in rows]
     frame = fits[["exponent", "ci_low", "ci_high", "overhead"]].reset_index(drop=True).join(pd.DataFrame(marks))
@@ -75,11 +71,8 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerCh
 
     Args:
         fits: fits of one metric (`fits_frame`), each with its `LocalSlope`s in a column `local`.
-
-    Raises:
-        ValueError: there is no fit.
     """
-    rows = _some(fits)
+    rows = fits.to_dict("records")
     names = series.labels(rows, quantities)
     slopes = [(row, slope) for row in rows for slope in row["local"]]
     frame = pd.DataFrame(
@@ -122,12 +115,6 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerCh
         for name, look, dash in zip(names.values(), looks, dashes, strict=True)
     ]
     return layered(layers).properties(height=260), legend
-
-
-def _some(fits: pd.DataFrame) -> list[dict[Any, Any]]:
-    if fits.empty:
-        raise ValueError("fits: there is none to draw")
-    return fits.to_dict("records")
 
 
 def _mark(row: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Any]:

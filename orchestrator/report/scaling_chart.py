@@ -43,18 +43,13 @@ def scaling_chart(
     Of many series, those with the most lengths are drawn, and a line above the chart says how many are not.
 
     Args:
-        rows: rows of `v_scaling`; other metrics are left out.
+        rows: rows of `v_scaling`, some of them `drawable`; other metrics are left out.
         fits: `orchestrator.judge.analysis.fits_frame`; those of other metrics and series are left out.
         quantity: the quantity to draw against S.
         height: height of the plot, in pixels.
         legend: whether the legend is in the chart itself, too.
-
-    Raises:
-        ValueError: no row has this metric (and a positive length and value).
     """
     points, omitted = _most_complete(_points(rows, quantity))
-    if not points:
-        raise ValueError(f"metric: {quantity.name!r} has no rows to draw")
     lines = _lines(points, fits.to_dict("records"))
     dashes = _name(points, lines)
     ordered = sorted(points, key=_order)

@@ -129,15 +129,6 @@ def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytes
         stacks.frames(os.getpid())
 
 
-def test_the_newest_process_of_a_rank_counts(half_finished: str, diagnose: Nsa) -> None:
-    old, new = (_state(0, 2**30, f"gone {n}", host) for n, host in enumerate(("old-host", "new-host")))
-    _store(half_finished, [new, old], ["rank0-2.json", "rank0.json"])
-    _, out, _ = diagnose("--attach", HALF)
-    assert "new-host" in out
-    assert "old-host" not in out
-    assert out.endswith(UNSEEN)
-
-
 def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, diagnose: Nsa) -> None:
     with Store.open(half_finished) as store:
         store.beat(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0)

@@ -44,18 +44,6 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
     assert not (tmp_path / "nsa.db").exists()
 
 
-def test_a_plan_ends_with_what_no_command_settles(nsa: Nsa, tmp_path: Path):
-    rules = DEFAULT_GATES.read_text().replace(
-        '{spec: learns_m7c.yaml, set: ["seq_len={seq_len}"]}', "{lacking: a job that learns}"
-    )
-    (tmp_path / "gates.yaml").write_text(rules)
-    _, out, _ = nsa("plan", "m7c-125m/2x-a100", "--gates", str(tmp_path / "gates.yaml"))
-    before, after = out.split("  no command settles:\n")
-    assert before.count("nsa submit") == 10
-    assert "settles throughput, peak-memory, utilisation, rank-imbalance, trains-as-fast, energy, memory-be" in before
-    assert "    learns, not-too-good, both-learned, not-clairvoyant on 2× A100 80 GB: a job that learns\n" in after
-
-
 def test_a_command_that_its_spec_refuses_is_not_advised(nsa: Nsa, tmp_path: Path):
     rules = DEFAULT_GATES.read_text().replace("{spec: demo.yaml}", "{spec: demo.yaml, set: ['lengths=[0]']}")
     (tmp_path / "gates.yaml").write_text(rules)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import orchestrator
 from jobs.schema.states import PointState, RunState
-from orchestrator.report.summary import print_evaluation
 from orchestrator.report.write import report
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
@@ -215,14 +212,3 @@ def test_points_that_lack_a_place_or_a_logarithm_are_no_line_and_no_fit(sqlite_s
     assert "| triton | peak_extra_memory |" in table(text, "Growth")
     assert "| naive | time |" in table(text, "Growth")
     assert "| naive | peak_extra_memory |" not in table(text, "Growth")
-
-
-def test_the_console_summary_has_the_same_tables(sqlite_store: Store, rows: Rows):
-    rows.staged(8192, selected=2.0)
-    rows.into(sqlite_store)
-    out = io.StringIO()
-    print_evaluation(sqlite_store, RUN, None, Console(file=out, width=220))
-    printed = " ".join(out.getvalue().split())
-    assert "12/2 d64 8,192 4 triton 1 4 640 2 / 1.5 2.15 / 1.654 0.8531" in printed
-    assert "selected 2 all kernels 2 gaps 2 call 4" in printed
-    assert "Growth with sequence length" not in printed

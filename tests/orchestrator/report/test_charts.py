@@ -122,13 +122,6 @@ def test_a_steps_throughput_has_separate_guides(rows: pd.DataFrame, plot: Plot, 
     assert {row["guide"] for row in data(chart, "guide")} == guides
 
 
-@pytest.mark.parametrize(
-    ("length", "label"), [(128, "128"), (512, "512"), (1024, "1K"), (1536, "1.5K"), (65536, "64K"), (1000, "1,000")]
-)
-def test_lengths_are_shortened(length: int, label: str):
-    assert charts.length_label(length) == label
-
-
 def looks_in(chart: alt.LayerChart) -> dict[str, tuple[str, str]]:
     """Colour and mark of each implementation in a chart's legend."""
     found = {}
@@ -170,5 +163,3 @@ def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame)
     naive = {row["range"]: row["exponent"] for row in data(chart, "range") if row["series"].startswith("naive")}
     assert set(naive) == {"512 to 1K", "1K to 2K", "2K to 4K"}
     assert naive["2K to 4K"] == pytest.approx(2, abs=0.1)
-    with pytest.raises(ValueError, match="none to draw"):
-        charts.local_chart(fits[:0], SHARED)

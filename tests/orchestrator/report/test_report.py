@@ -17,13 +17,12 @@ import pytest
 from hostile_run import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 
 import orchestrator
-from jobs import decode
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState, RunState
 from orchestrator.report.write import ReportError, report, write_report
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
-from orchestrator.store.records import MetricData, RunEndRecord
+from orchestrator.store.records import RunEndRecord
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
@@ -83,19 +82,6 @@ def with_axes(records: list, **axes: object) -> list:
         record.model_copy(update={"axes": {**record.axes, **axes}}) if record.type == "point" else record
         for record in records
     ]
-
-
-def test_bytes_read_stand_with_the_results_and_are_not_fitted(sqlite_store: Store, sweep):
-    read = MetricData(name="bytes_read", unit="MiB", value=3072.0)
-    begun, *records = sweep(RUN)
-    sqlite_store.apply(begun.model_copy(update={"quantities": decode.QUANTITIES}))
-    sqlite_store.apply_many(
-        record.model_copy(update={"metrics": (*record.metrics, read)}) if record.type == "outcome" else record
-        for record in records
-    )
-    text = report(sqlite_store, [RUN])
-    assert "| demo | naive | forward+backward | 12/2 d64 | 4,096 | 1 | bytes_read | 3,072 | MiB |" in text
-    assert "bytes_read" not in text.partition("## Scaling")[2].partition("## Results")[0]
 
 
 @pytest.mark.parametrize("value", [0.0, 1.7e308])
@@ -181,12 +167,12 @@ def test_csv_and_json_hold_the_points(filled: Store):
     assert len(run["points"]) == 8
 
 
-def test_a_run_without_results_is_reported_too(store: Store, sweep):
-    store.apply_many(sweep()[:2])
-    text = report(store, [RUN])
+def test_a_run_without_results_is_reported_too(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(sweep()[:2])
+    text = report(sqlite_store, [RUN])
     assert "| pending |" in text
     assert "## Results\n\nThe whole batch; brackets hold the interval of the median.\n\nNone." in text
-    assert "<h2>Scaling</h2>" in report(store, [RUN], format="html")
+    assert "<h2>Scaling</h2>" in report(sqlite_store, [RUN], format="html")
 
 
 def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(sqlite_store: Store, sweep):
