@@ -29,6 +29,7 @@ def main() -> None:
             "NSA bench": [
                 st.Page("overview.py", title="Overview", icon=":material/rule:", default=True),
                 st.Page("scaling.py", title="Scaling", icon=":material/show_chart:"),
+                st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),
                 st.Page("runs.py", title="Runs", icon=":material/list_alt:"),
             ]
         }

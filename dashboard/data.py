@@ -28,6 +28,7 @@ from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.decisions import Decision, decide
 from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import Gates, load_gates
+from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -63,6 +64,12 @@ def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
     """Scaling fits of the runs, a row per fit, with its local slopes in the column `local`."""
     found = analysis.scaling_fits(queries.scaling(store, run_ids=run_ids))
     return analysis.fits_frame(found).assign(local=[fit.local for fit in found])
+
+
+@_read
+def comparison(store: Store, first: Side, other: Side, metric: str) -> Comparison:
+    """Two sides' cells of a metric, compared."""
+    return compare(store, first, [other], metric)[0]
 
 
 @_read

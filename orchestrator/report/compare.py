@@ -42,12 +42,12 @@ Samples = NDArray[np.float64]
 
 
 class Change(StrEnum):
-    """How a cell of one side stands to that of the first."""
+    """How a cell of one side stands to that of the first; what matters most comes first."""
 
-    SAME = "same"
-    BETTER = "better"
     WORSE = "worse"
+    BETTER = "better"
     AMBIGUOUS = "ambiguous"
+    SAME = "same"
 
 
 @dataclass(frozen=True)
@@ -162,15 +162,15 @@ def paired(cell: Cell, first: Measured, other: Measured, threshold: float) -> Co
 
 
 def judged(cells: Sequence[Compared], better: Better) -> tuple[Compared, ...]:
-    """The cells with their changes, the share of false alarms held over all of them."""
+    """The cells with their changes, those that differ most first; the false alarms are held over all of them."""
     if not cells:
         return ()
     from scipy.stats import false_discovery_control
 
     found = false_discovery_control([cell.p for cell in cells]) <= FALSE_DISCOVERIES
-    return tuple(
-        replace(cell, change=_change(cell, bool(sure), better)) for cell, sure in zip(cells, found, strict=True)
-    )
+    changed = [replace(cell, change=_change(cell, bool(sure), better)) for cell, sure in zip(cells, found, strict=True)]
+    order = list(Change)
+    return tuple(sorted(changed, key=lambda cell: (order.index(cell.change), -abs(np.nan_to_num(np.log(cell.ratio))))))
 
 
 def _change(cell: Compared, sure: bool, better: Better) -> Change:
@@ -256,6 +256,20 @@ def _surroundings(store: Store, point_id: str) -> dict[str, str]:
     return {name: shortened(str(value), _VALUE) for name, value in values.items() if not name.startswith(_OF_A_RUN)}
 
 
+def coordinates(cell: Cell) -> dict[str, str]:
+    """Where a cell is, by the headings of a table."""
+    values = dict(cell)
+    own = [f"{name.removeprefix(MORE)} {values[name]}" for name in more_columns(values)]
+    return {
+        "implementation": values.get("implementation", ""),
+        "pass": values.get("pass", ""),
+        "shape": ", ".join(filter(None, [shape(values), *own, *surroundings(values)])),
+        "S": values.get("seq_len", ""),
+        "batch": values.get("batch", ""),
+        "dtype": values.get("dtype", ""),
+    }
+
+
 def word(change: Change, quantity: Quantity) -> str:
     """A change in a word: of times "slower" and "faster", of all else "worse" and "better"."""
     if quantity.unit in ("ms", "s", "tok/s"):
@@ -264,19 +278,14 @@ def word(change: Change, quantity: Quantity) -> str:
 
 
 def cells_table(comparison: Comparison) -> Table:
-    """The cells, those that differ most first."""
+    """The cells, with the result in a line as its note."""
     quantity, rows = comparison.quantity, []
-    order = (Change.WORSE, Change.BETTER, Change.AMBIGUOUS, Change.SAME)
-    for each in sorted(comparison.cells, key=lambda each: (order.index(each.change), -abs(np.log(each.ratio)))):
-        values = dict(each.cell)
-        at = [values.get(name, "") for name in ("implementation", "pass", "seq_len", "batch", "dtype")]
+    for each in comparison.cells:
         medians = [readable(side.median, quantity.unit) for side in (each.first, each.other)]
         ratio = "" if math.isnan(each.ratio) else f"{each.ratio:.3f} ({each.low:.3f} – {each.high:.3f})"
         result = word(each.change, quantity) + (f"; {each.note}" if each.note else "")
-        own = [f"{name.removeprefix(MORE)} {values[name]}" for name in more_columns(values)]
-        where = ", ".join(filter(None, [shape(values), *own, *surroundings(values)]))
-        rows.append([at[0], at[1], where, *at[2:], *medians, ratio, result])
-    columns = ["implementation", "pass", "shape", "S", "batch", "dtype", "before", "after", "ratio", "result"]
+        rows.append([*coordinates(each.cell).values(), *medians, ratio, result])
+    columns = [*coordinates(()), "before", "after", "ratio", "result"]
     title = f"{quantity.title}: {comparison.other.name} after {comparison.first.name}"
     return Table(title, summary(comparison), columns, rows)
 
@@ -290,7 +299,7 @@ def differences_table(comparison: Comparison) -> Table:
 def summary(comparison: Comparison) -> str:
     """The result in a line: "12 cells: 2 slower, 1 faster, 9 same; mean ratios: dense 0.999, triton 1.011"."""
     cells, parts = comparison.cells, []
-    for change in (Change.WORSE, Change.BETTER, Change.AMBIGUOUS, Change.SAME):
+    for change in Change:
         if number := sum(cell.change is change for cell in cells):
             parts.append(f"{number} {word(change, comparison.quantity)}")
     means = []

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import check, markdown, show, text
-from example_databases import sweep
+from example_databases import small_sweep, sweep
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
 
 from dashboard import data
-from jobs.schema.states import PointState
+from jobs.schema.states import PointState, RunState
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.store import Store, upgrade
 from orchestrator.store.records import (
@@ -222,3 +222,12 @@ def test_hostile_text_is_text(database: str, page: str, query: dict[str, str]):
     said = markdown(app)
     assert not [text for text in said if LIVE.search(text)]
     assert "evil.invalid" in "".join(said) + text(app)  # it is shown
+
+
+def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str):
+    with Store.open(complete) as store:
+        store.apply_many(small_sweep("20261122-100000-demo-ef56", (512, 1024), RunState.DONE, "scaling"))
+    app = show("compare", metric="time")
+    assert [box.value for box in app.selectbox] == [RUN, "20261122-100000-demo-ef56", "time"]
+    assert "2 cells: 2 ambiguous" in text(app)
+    assert len(app.get("vega_lite_chart")) == 1

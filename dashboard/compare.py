@@ -1,0 +1,100 @@
+"""Compare page: two runs or commits, cell by cell: what got slower or faster, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+
+import altair as alt
+import pandas as pd
+import streamlit as st
+
+from dashboard import data, help_pages, parts
+from jobs.schema.quantities import Quantity
+from jobs.schema.states import Origin
+from orchestrator.report.compare import Change, Compared, Comparison, Side, coordinates, summary, word
+
+_COLORS = {Change.WORSE: "red", Change.BETTER: "green", Change.AMBIGUOUS: "orange", Change.SAME: "gray"}
+_ICONS = {Change.WORSE: "trending_down", Change.BETTER: "trending_up", Change.AMBIGUOUS: "help", Change.SAME: "equal"}
+_WIDEST = 0.1  # a ratio this far from 1 has the full colour
+
+
+@data.explained
+def page() -> None:
+    st.title("Compare")
+    store = data.open_store()
+    runs = data.runs(store, origin=Origin.MEASURED)
+    if len(runs) < 2:
+        help_pages.nothing_yet()
+        return
+    ids = runs["run_id"].tolist()
+    newest = runs.iloc[0]
+    alike = [row["run_id"] for row in runs.to_dict("records")[1:] if row["name"] == newest["name"]]
+    left, middle, right = st.columns([3, 3, 2])
+    before = left.selectbox("Before", ids, index=ids.index(alike[0]) if alike else 1, key="before", bind="query-params")
+    after = middle.selectbox("After", ids, index=0, key="after", bind="query-params")
+    metrics = data.quantities(store, [before]).names() if before else []
+    usual = metrics.index("time") if "time" in metrics else 0
+    metric = right.selectbox("Quantity", metrics, index=usual, key="metric", bind="query-params")
+    if not (before and after and metric):
+        st.info("The run before has no results.", icon=":material/arrow_upward:")
+        return
+    _result(data.comparison(store, Side(before, (before,)), Side(after, (after,)), metric))
+
+
+def _result(comparison: Comparison) -> None:
+    cells, quantity = comparison.cells, comparison.quantity
+    worst = next((change for change in Change if any(cell.change is change for cell in cells)), None)
+    if worst is None:
+        st.info("The two runs have no cell in common.", icon=":material/compare_arrows:")
+        return
+    st.subheader(f":{_COLORS[worst]}[:material/{_ICONS[worst]}:] {parts.plain(summary(comparison))}")
+    rows = pd.DataFrame([_row(cell, quantity) for cell in cells])
+    if any(not math.isnan(cell.ratio) for cell in cells):
+        st.altair_chart(_heat(rows), alt="Ratio of each cell, after divided by before")
+    st.dataframe(
+        rows.drop(columns=["where", "label"]),
+        hide_index=True,
+        column_config={
+            "ratio": st.column_config.NumberColumn(format="%.3f"),
+            "from": st.column_config.NumberColumn(format="%.3f", help="95 % interval of the ratio"),
+            "to": st.column_config.NumberColumn(format="%.3f"),
+        },
+    )
+    if comparison.differences:
+        st.subheader("What else differs")
+        table = [{"": name, "before": one, "after": two} for name, (one, two) in comparison.differences.items()]
+        st.dataframe(pd.DataFrame(table), hide_index=True)
+
+
+def _row(cell: Compared, quantity: Quantity) -> dict[str, object]:
+    where = coordinates(cell.cell)
+    ratio, low, high = (None if math.isnan(each) else each for each in (cell.ratio, cell.low, cell.high))
+    return {
+        **where,
+        "where": " ".join(where[name] for name in ("implementation", "pass", "shape") if where[name]),
+        "label": f"{cell.ratio:.2f}" if ratio else "",
+        "before": parts.number(cell.first.median, quantity.unit),
+        "after": parts.number(cell.other.median, quantity.unit),
+        "ratio": ratio,
+        "from": low,
+        "to": high,
+        "result": word(cell.change, quantity) + (f"; {cell.note}" if cell.note else ""),
+    }
+
+
+def _heat(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
+    """Cells by implementation, pass and shape, and by length; red is more, green less."""
+    lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
+    base = alt.Chart(rows).encode(
+        x=alt.X("S:N", sort=lengths, axis=alt.Axis(labelAngle=0, orient="top", title="S")),
+        y=alt.Y("where:N", title=None, axis=alt.Axis(labelLimit=400)),
+        tooltip=["where", "S", "batch", "before", "after", "ratio", "result"],
+    )
+    scale = alt.Scale(scheme="redyellowgreen", domain=[1 + _WIDEST, 1 - _WIDEST], clamp=True)
+    squares = base.mark_rect().encode(color=alt.Color("ratio:Q", scale=scale, legend=None))
+    height = 28 * rows["where"].nunique()
+    return alt.layer(squares, base.mark_text(color="black").encode(text="label:N")).properties(height=height)
+
+
+if __name__ == "__main__":
+    page()
