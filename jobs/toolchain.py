@@ -6,7 +6,6 @@ other on one device, with the same weights and tokens. Each is compared with the
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 import traceback
@@ -30,7 +29,7 @@ from jobs.process.child import Child
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Measured, MeasurePoint
 from jobs.process.reporter import ProcessReporter
-from jobs.process.watch import DeadlineWatch, Limits
+from jobs.process.watch import DeadlineWatch
 from jobs.process.worker import Channel
 from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
@@ -219,7 +218,7 @@ def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
     child = Child("jobs.toolchain:answer", env=env, python=toolchain.python)
     try:
         child.send(MeasurePoint("toolchain", config, case.device))
-        watch, ended = DeadlineWatch(child, Limits(math.inf, math.inf, math.inf)), None
+        watch, ended = DeadlineWatch(child), None
         while ended is None:
             events, ended = watch.step()
             for event in events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -16,15 +17,6 @@ from jobs.schema.states import PointState
 
 POLL_S = 0.2
 _LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is attributed to the kernel
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds until the first sign of progress, between two signs, and for the whole command."""
-
-    startup_s: float
-    heartbeat_s: float
-    whole_s: float
 
 
 @dataclass(frozen=True)
@@ -45,14 +37,21 @@ class Ended:
 class DeadlineWatch:
     """Follows a command from when it is sent.
 
+    Args:
+        startup_s: until the first sign of progress.
+        heartbeat_s: between two signs.
+        whole_s: for the whole command.
+
     Attributes:
         phase: of the last progress; "" without one.
     """
 
-    def __init__(self, child: Child, limits: Limits) -> None:
+    def __init__(
+        self, child: Child, startup_s: float = math.inf, heartbeat_s: float = math.inf, whole_s: float = math.inf
+    ) -> None:
         self.phase = ""
         self._child = child
-        self._limits = limits
+        self._startup_s, self._heartbeat_s, self._whole_s = startup_s, heartbeat_s, whole_s
         self._start = time.monotonic()
         self._last_beat: float | None = None
         self._kills = oom_kills()
@@ -85,14 +84,14 @@ class DeadlineWatch:
         return [], Ended(PointState.CRASH, describe_exit(code))
 
     def _overdue(self) -> Ended | None:
-        limits, now = self._limits, time.monotonic()
+        now = time.monotonic()
         silent = now - (self._start if self._last_beat is None else self._last_beat)
         starts = self._last_beat is None or self.phase == STARTING or self.phase.startswith(WAITING)
         last = "before its first progress" if self._last_beat is None else f"(last in phase {self.phase!r})"
-        if starts and silent > limits.startup_s:
-            return Ended(PointState.HANG, f"no progress within the {limits.startup_s:g} s for start-up")
-        if not starts and silent > limits.heartbeat_s:
-            return Ended(PointState.HANG, f"no progress for {limits.heartbeat_s:g} s {last}")
-        if now - self._start > limits.whole_s:
-            return Ended(PointState.TIMEOUT, f"not done after {limits.whole_s:g} s {last}")
+        if starts and silent > self._startup_s:
+            return Ended(PointState.HANG, f"no progress within the {self._startup_s:g} s for start-up")
+        if not starts and silent > self._heartbeat_s:
+            return Ended(PointState.HANG, f"no progress for {self._heartbeat_s:g} s {last}")
+        if now - self._start > self._whole_s:
+            return Ended(PointState.TIMEOUT, f"not done after {self._whole_s:g} s {last}")
         return None

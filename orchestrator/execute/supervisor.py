@@ -38,7 +38,7 @@ from jobs.process.messages import (
     Warned,
 )
 from jobs.process.reporter import BeatFilter
-from jobs.process.watch import POLL_S, DeadlineWatch, Ended, Limits
+from jobs.process.watch import POLL_S, DeadlineWatch, Ended
 from jobs.schema.point import FAILURE_FILES, Point
 from jobs.schema.states import PointState
 from orchestrator.execute.artifact_copies import ArtifactCopies
@@ -178,7 +178,7 @@ class _Attempt:
         self._environment: dict[str, Any] = {}
         self._started_at = now()
         deadlines = conditions.deadlines
-        self._watch = DeadlineWatch(child, Limits(deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s))
+        self._watch = DeadlineWatch(child, deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s)
 
     def follow(self, stopped: Callable[[], bool]) -> Generator[Update, None, OutcomeRecord | None]:
         """Follow the point to its end. Returns None if stopped before: then the point has had its grace."""

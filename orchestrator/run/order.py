@@ -34,9 +34,6 @@ from orchestrator.store import Store
 from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.terminal import say
 
-UNKNOWN = "unknown"
-"""The kind of a refused run whose spec names none that exists."""
-
 _ASSUMED_GPU_BYTES = 80 << 30
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80  # of a spec's name
@@ -246,7 +243,7 @@ def _refused_run(settings: Settings, spec: Path | None, resumed: str | None) -> 
     if not isinstance(name, str) or not name:
         name = spec.stem if spec else "resume" if resumed else "job"
     name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
-    kind = kind if isinstance(kind, str) and kind in kinds() else UNKNOWN
+    kind = kind if isinstance(kind, str) and kind in kinds() else "unknown"
     git = provenance.GitState()
     with suppress(UserError):  # it may be what is refused
         git = provenance.git_state()
