@@ -6,7 +6,7 @@ torch.compile calls it while it traces: a capture around the compiling call show
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +50,16 @@ def note(branch: Branch, kernel: str) -> None:
     """Record that `kernel` computes `branch` now. For backends; costs nothing without a capture."""
     for runs in _captures.get():
         runs.append(BranchRun(branch, kernel))
+
+
+def route_of(call: Callable[[], object]) -> dict[str, str]:
+    """Run `call` once; returns the kernel of every executed branch, several kernels of a branch joined by "+"."""
+    with capture() as runs:
+        call()
+    route: dict[str, dict[str, None]] = {}
+    for run in runs:
+        route.setdefault(run.branch, {})[run.kernel] = None
+    return {branch: "+".join(kernels) for branch, kernels in route.items()}
 
 
 def profiled(branches: tuple[Branch, ...]) -> AbstractContextManager[object]:

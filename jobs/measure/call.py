@@ -14,11 +14,11 @@ from jobs.hardware.stats import summarize
 from jobs.measure.check import Agreement, HeadShape
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.route import route_of
 from jobs.schema.axes import Axes
 from jobs.schema.point import Beat, Case, Device, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
 from nsa_core.model import ModelConfig
+from nsa_core.routes import route_of
 
 
 class ModelCase(Case):

@@ -18,7 +18,6 @@ from jobs.hardware.energy import EnergyMeter
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
-from jobs.measure.route import route_of
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.point import Beat
 from jobs.training.case import TrainingCase
@@ -32,6 +31,7 @@ from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, Step, TrainingState, is_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import NSATransformer
+from nsa_core.routes import route_of
 
 if TYPE_CHECKING:
     from jobs.training.checkpoints.saving import Checkpoints

@@ -127,7 +127,8 @@ def estimate_model(
     if backward:
         model.backward(ledger)
     if optimizer is not None and device.type != "cuda":
-        ledger.touch(model.largest_parameter * dtype.itemsize)  # AdamW's denominator
+        largest = config.dim * max(config.vocab_size, config.ffn_dim, config.heads * config.head_dim)
+        ledger.touch(largest * dtype.itemsize)  # AdamW's denominator
     state = 0 if optimizer is None else 2 * parameters
     return _estimate(ledger, parameters=parameters, optimizer=state, inputs=2 * sizes.tokens * 8)
 

@@ -34,11 +34,6 @@ class Model:
         layer = self._attention_parameters + self._ffn_parameters + 2 * c.dim
         return heads * c.vocab_size * c.dim + c.layers * layer + c.dim
 
-    @property
-    def largest_parameter(self) -> int:
-        c = self.config
-        return c.dim * max(c.vocab_size, c.ffn_dim, c.heads * c.head_dim)
-
     def forward(self, ledger: Ledger, grad: bool) -> None:
         """Account from tokens to the loss; with `grad`, the backward's tensors stay held."""
         with ledger.temporary(not grad):
@@ -63,7 +58,10 @@ class Model:
         """Account from the loss to the gradients of all parameters."""
         c = self.config
         embedding = c.vocab_size * c.dim * self.weight
-        self._loss_backward(ledger)
+        ledger.hold("workspace", self._stream)
+        ledger.hold("gradients", embedding)  # of the head, cast to the weights' dtype
+        ledger.release("activations", c.vocab_size * c.dim * 4 + self._rows)
+        ledger.release("workspace", self._stream)
         self._norm_backward(ledger, self._stream)
         ledger.hold("workspace", self._stream)  # the gradient of the residual stream
         for _ in range(c.layers):
@@ -135,14 +133,11 @@ class Model:
         if not self._sparse:
             return c.dim * (2 * outer + 2 * inner)
         gates = (c.dim + 1) * 3 * c.heads
-        return c.dim * (2 * outer + 6 * inner) + gates + 2 * self._compression_parameters
-
-    @property
-    def _compression_parameters(self) -> int:
-        if self.config.nsa.compress == "mean":
-            return 0
-        block, dim = self.config.nsa.cmp_block, self.config.head_dim
-        return block * dim + (block * dim + 1) * 2 * dim + (2 * dim + 1) * dim
+        compression = 0
+        if c.nsa.compress == "mlp":
+            block, dim = c.nsa.cmp_block, c.head_dim
+            compression = block * dim + (block * dim + 1) * 2 * dim + (2 * dim + 1) * dim
+        return c.dim * (2 * outer + 6 * inner) + gates + 2 * compression
 
     @property
     def _ffn_parameters(self) -> int:
@@ -236,14 +231,6 @@ class Model:
     def _rows(self) -> int:
         """Bytes of the gradient [B,S,dim] of the output head's input, in the dtype of products."""
         return self.sizes.tokens * self.config.dim * self.sizes.element
-
-    def _loss_backward(self, ledger: Ledger) -> None:
-        """Account for scaling the forward's gradients and casting them to the weights' dtype."""
-        head = self.config.vocab_size * self.config.dim
-        ledger.hold("workspace", self._stream)
-        ledger.hold("gradients", head * self.weight)
-        ledger.release("activations", head * 4 + self._rows)
-        ledger.release("workspace", self._stream)
 
     def _ffn_backward(self, ledger: Ledger) -> None:
         weights = self.config.dim * self.config.ffn_dim * self.weight

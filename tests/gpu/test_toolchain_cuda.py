@@ -22,7 +22,7 @@ LOOK = """
 import json, sys, torch
 from dataclasses import replace
 from jobs.hardware.machine import probe
-from jobs.measure.route import route_of
+from nsa_core.routes import route_of
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.errors import BackendError
 from nsa_core.model import PRESETS, NSATransformer

@@ -32,7 +32,7 @@ LOOK = """
 import json, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from jobs.specs.fit import backend_reasons
-from jobs.measure.route import route_of
+from nsa_core.routes import route_of
 from jobs.schema.point import Machine
 from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
 from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
