@@ -267,11 +267,9 @@ def _steps(decision: Decision) -> None:
     with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
         for step in ready:
             gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
-            time = (
-                "time unknown"
-                if step.minutes is None
-                else f"about {parts.number(max(1, round(step.minutes)) / 60, 'h')}"
-            )
+            time = "time unknown"
+            if step.minutes is not None:
+                time = f"about {parts.number(max(1, round(step.minutes)) / 60, 'h')}"
             time += "" if step.cost is None else f", \\${step.cost:.2f}"
             text = f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {parts.plain(', '.join(step.settles))}"
             st.markdown(text, help=parts.plain(step.basis) or None)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from processes import free_ports
@@ -24,6 +27,7 @@ from processes import free_ports
 from orchestrator.cli import services
 from orchestrator.settings import Settings
 
+NOBODY = 65534
 ROOT = Path(__file__).resolve().parents[2]
 NSA = (sys.executable, "-c", "from orchestrator.cli.commands import main; main()")
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -45,6 +49,7 @@ class User:
 @pytest.fixture(scope="module")
 def user() -> Iterator[User]:
     home = Path(tempfile.mkdtemp(prefix="nsa-home-"))
+    home.chmod(0o755)  # everyone may enter it: what refuses them is within
     ray, dashboard, *metrics = free_ports(4)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     clean |= {"HOME": str(home), "NSA_HOME": str(home / "nsa"), "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(home)}
@@ -85,8 +90,97 @@ def test_every_port_is_on_loopback_and_refuses_those_without_the_token(user: Use
             found |= {one.laddr for one in process.net_connections("tcp") if one.status == "LISTEN"}
     assert len(found) > 8
     assert {address.ip.removeprefix("::ffff:") for address in found} == {"127.0.0.1"}
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{user.env['NSA_RAY_DASHBOARD']}/api/jobs/", timeout=10)
+    assert sorted(_welcome(address.port) for address in found) == ["metrics"] * 3 + ["refused"] * (len(found) - 3)
+
+
+def _welcome(port: int) -> str:
+    """How a port receives one who has no token, by HTTP and by gRPC: refused, metrics, or what it says."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/jobs/", timeout=5) as answer:
+            return "metrics" if answer.read().startswith(b"# HELP") else "open by HTTP"
+    except urllib.error.HTTPError as err:
+        return "refused" if err.code == 401 else f"HTTP {err.code}"
+    except (OSError, http.client.HTTPException):  # it speaks gRPC
+        pass
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        said = []
+        for method in METHODS:
+            try:
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=10)
+                said.append(f"{method} is open")
+            except grpc.RpcError as err:
+                said.append(err.code().name)  # pyright: ignore[reportAttributeAccessIssue] - every RpcError is a Call
+    return "refused" if "UNAUTHENTICATED" in said and set(said) <= {"UNAUTHENTICATED", "UNIMPLEMENTED"} else str(said)
+
+
+METHODS = (
+    "NodeInfoGcsService/GetAllNodeInfo",  # the head's
+    "InternalKVGcsService/InternalKVGet",
+    "NodeManagerService/GetNodeStats",  # the raylet's
+    "ObjectManagerService/Pull",
+    "ReporterService/GetTraceback",  # the agent's
+    "RayletDriver/ClusterInfo",  # Ray Client's
+    "CoreWorkerService/PushTask",  # a worker's
+)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_host_gets_nothing(user: User) -> None:
+    (folder,) = user.home.glob("nsa-ray-*")
+    url = f"{user.env['NSA_RAY_DASHBOARD']}/api/jobs/"
+    job = urllib.request.Request(url, b'{"entrypoint": "id"}', {"Content-Type": "application/json"}, method="POST")
+    attacks: dict[str, Callable[[], object]] = {
+        "enter the home": lambda: os.listdir(user.home),  # which is open: the rest is not refused for its sake
+        "read the token": lambda: (user.home / ".ray" / "auth_token").read_bytes(),
+        "replace the token": lambda: (user.home / ".ray" / "auth_token").write_bytes(b"mine"),
+        "read uploads": lambda: os.listdir(folder / "r" / "session_latest" / "runtime_resources"),
+        "the raylet's socket": lambda: _connect(folder / "r" / "session_latest" / "sockets" / "raylet"),
+        "read the environment": lambda: Path(f"/proc/{services.status(settings(user))[0].pid}/environ").read_bytes(),
+        "list jobs": lambda: urllib.request.urlopen(url, timeout=10).read(),
+        "submit a job": lambda: urllib.request.urlopen(job, timeout=10).read(),
+    }
+    outcomes = {name: _as_nobody(attack) for name, attack in attacks.items()}
+    assert outcomes.pop("enter the home") == "done"
+    http = {"list jobs", "submit a job"}
+    assert outcomes == {name: "HTTPError 401" if name in http else "PermissionError" for name in outcomes}
+
+
+def _connect(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def _as_nobody(attack: Callable[[], object]) -> str:
+    """How an attack ends in a child process with the rights of another user."""
+    source, sink = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            attack()
+            os.write(sink, b"done")
+        except urllib.error.HTTPError as err:
+            os.write(sink, f"HTTPError {err.code}".encode())
+        except BaseException as err:
+            os.write(sink, type(err).__name__.encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(sink)
+    with os.fdopen(source) as said:
+        return said.read()
+
+
+def test_a_driver_without_the_token_is_refused(user: User, tmp_path: Path) -> None:
+    (noted,) = user.home.glob("nsa-ray-*/r/ray_current_cluster")
+    script = "import sys, ray; ray.init(sys.argv[1]); print(ray.nodes())"
+    command = (sys.executable, "-c", script, noted.read_text())
+    tries = {"RAY_NUM_REDIS_GET_RETRIES": "2"}  # of 20, a second apart: Ray takes any refusal for a head that starts
+    done = user.run(*command, HOME=str(tmp_path), RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", **tries)
+    assert done.returncode != 0
+    assert "InvalidAuthToken" in done.stderr
+    assert "NodeID" not in done.stdout
 
 
 def test_a_job_with_another_token_is_refused(user: User, tmp_path: Path) -> None:
