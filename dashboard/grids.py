@@ -89,14 +89,13 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
             "Implementation": frame["implementation"].to_list(),
             "Quantity": [quantities.of(row["metric"]).title for row in rows],
             "Exponent": [row["exponent"] for row in rows],
-            "95 % interval": [f"{row['ci_low']:.2f} to {row['ci_high']:.2f}" for row in rows],
+            "Growth": [row["law"] for row in rows],
             "Rests on": [f"{len(s)}: {length_label(s[0])} to {length_label(s[-1])}" for s in lengths],
             "Local exponents": frame["local_text"].to_list(),
             "Overhead": [
-                parts.number(row["overhead"], quantities.of(row["metric"]).unit) if row["overhead"] else "–"
+                parts.number(row["overhead"], quantities.of(row["metric"]).unit) if row["overhead"] > 0 else "–"
                 for row in rows
             ],
-            "All lengths": [row["plain_exponent"] for row in rows],
             "Pass": [row["pass"] or "–" for row in rows],
             "Shape": [series.full_shape(row) or "–" for row in rows],
             "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
@@ -105,8 +104,12 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
     )
     columns = {
         " ": st.column_config.TextColumn(width=30, help="colour and mark in the charts"),
-        "Exponent": st.column_config.NumberColumn(format="%.2f", help="asymptotic: 1 is linear, 2 quadratic"),
-        "All lengths": st.column_config.NumberColumn(format="%.2f", help="slope of a power law through all lengths"),
+        "Exponent": st.column_config.NumberColumn(
+            format="%.2f", help="1 is linear, 2 quadratic; none if no power law holds"
+        ),
+        "Growth": st.column_config.TextColumn(
+            width="medium", help="with 95 % interval; in parts if no power law holds"
+        ),
         "Local exponents": st.column_config.TextColumn(width="medium", help="slopes over about an octave, at its end"),
         "Overhead": st.column_config.TextColumn(help="constant part, as of launches"),
     }

@@ -13,7 +13,7 @@ import streamlit as st
 from dashboard import data, grids, help_pages, parts
 from dashboard.live import live_series
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import Plot, Quantities, in_words, readable_range
+from jobs.schema.quantities import Plot, Quantities, in_words, readable_interval
 from jobs.schema.states import Origin, PointState, RunState, again_in_words
 from orchestrator.execute.artifacts import kept_in
 from orchestrator.report.charts import samples_chart
@@ -236,7 +236,10 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
             "Quantity": [parts.plain(quantities.of(row["name"], row["unit"]).title) for row in rows],
             "Metric": [parts.plain(row["name"]) for row in rows],
             "Value": [parts.plain(parts.number(row["value"], row["unit"])) for row in rows],
-            "95 % interval": [_interval(row["ci_low"], row["ci_high"], row["unit"]) for row in rows],
+            "95 % interval": [
+                parts.plain(readable_interval(row["ci_low"], row["ci_high"], row["samples"], row["unit"]) or "–")
+                for row in rows
+            ],
             "p10 to p90": [_interval(row["p10"], row["p90"], row["unit"]) for row in rows],
             "Samples": [len(row["samples"]) or "–" for row in rows],
             "How": [parts.plain(row["method"] or "–") for row in rows],
@@ -246,7 +249,7 @@ def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
 
 
 def _interval(low: float, high: float, unit: str) -> str:
-    return "–" if pd.isna(low) or pd.isna(high) else parts.plain(readable_range(low, high, unit))
+    return parts.plain(readable_interval(low, high, None, unit) or "–")
 
 
 def _cell(value: object) -> str:

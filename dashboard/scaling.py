@@ -28,9 +28,10 @@ _AT_ONCE = 50  # complete runs read in one step of the search for the default
 _ENOUGH = 5  # lengths of one series that make a sweep worth opening with
 CHART_HEIGHT = 380  # pixels
 GROWTH = (
-    "Asymptotic exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to the "
-    "longest, on which the law holds (one on which it is exact comes first). Paler points are outside of it. A local "
-    "exponent is the slope between neighbouring lengths."
+    "The exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to the longest, on "
+    "which the law holds (one on which it is exact comes first). Paler points are outside of it. Where overhead + "
+    "linear + quadratic describes the values better than any power, there is no exponent, and the growth is given as "
+    "these parts' shares. A local exponent is the slope between neighbouring lengths."
 )
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 _NAME = 300  # characters shown of a name in a legend
@@ -228,8 +229,11 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
     shown = ordered.loc[~(ordered["metric"].isin(MEMORY[1:]) & ordered["run_id"].isin(with_extra))]
     left, right = st.columns(2, gap="medium")
     with left:
-        chart = charts.exponent_chart(shown, quantities)
-        st.altair_chart(chart, alt="Fitted exponents beside linear and quadratic growth")
+        if shown["exponent"].notna().any():
+            chart = charts.exponent_chart(shown, quantities)
+            st.altair_chart(chart, alt="Fitted exponents beside linear and quadratic growth")
+        else:
+            st.caption("No power law describes the growth; the grid has its parts.")
     with right:
         times = shown.loc[~shown["metric"].isin(MEMORY)]
         bends = times.loc[times["metric"] == times["metric"].iloc[0]] if len(times) else shown

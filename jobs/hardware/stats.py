@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jobs.schema.point import Metric
-from jobs.schema.quantities import Quantity
+from jobs.schema.quantities import FEWEST_SAMPLES, Quantity
 
 _RESAMPLES = 2000
 _LEAST = 3  # readings beyond one for each piece, for a slope to have an error
@@ -22,8 +22,8 @@ SLOPE_INTERVAL = "95 % interval by Student's t, readings thinned by their lag-1 
 def summarize(quantity: Quantity, samples: Sequence[float], method: str = "") -> Metric:
     """Metric of a quantity: the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
 
-    The bootstrap is seeded: the same samples give the same interval. With fewer than three samples no interval
-    is given.
+    The bootstrap is seeded: the same samples give the same interval. Of fewer than six samples it would be their range,
+    so that there is none.
 
     Raises:
         ValueError: there is no sample.
@@ -32,7 +32,7 @@ def summarize(quantity: Quantity, samples: Sequence[float], method: str = "") ->
         raise ValueError(f"{quantity.name}: no sample was taken")
     values = np.asarray(samples, dtype=np.float64)
     low = high = None
-    if len(values) >= 3:
+    if len(values) >= FEWEST_SAMPLES:
         draws = np.random.default_rng(0).choice(values, size=(_RESAMPLES, len(values)))
         low, high = (float(x) for x in np.percentile(np.median(draws, axis=1), [2.5, 97.5]))
     p10, p90 = (float(x) for x in np.percentile(values, [10, 90]))

@@ -144,6 +144,20 @@ def readable_range(low: float, high: float, unit: str = "1", to: str = " – ") 
     return (number if end and last.partition(" ")[2] == end else first) + to + last
 
 
+FEWEST_SAMPLES = 6
+"""Samples below which a bootstrap of the median is their range, and no interval."""
+
+
+def readable_interval(
+    low: float | None, high: float | None, samples: Sequence[float] | None, unit: str, to: str = " – "
+) -> str:
+    """The 95 % interval; of few samples their range, called so; "" without either."""
+    if low is not None and high is not None and low == low and high == high:
+        return readable_range(low, high, unit, to)
+    few = samples is not None and 1 < len(samples) < FEWEST_SAMPLES
+    return f"range {readable_range(min(samples), max(samples), unit, to)}" if samples and few else ""
+
+
 def written_unit(unit: str, value: float = 0.0) -> str:
     """A unit as it is written: °C for C; tokens, but 1 token."""
     return {"C": "°C", "token": "token" if value == 1 else "tokens"}.get(unit, unit)

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.text import Text
 
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import readable, readable_range
+from jobs.schema.quantities import readable, readable_interval
 from jobs.schema.states import again_in_words
 from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
@@ -83,7 +83,7 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
     rows = []
     for m in metrics.to_dict("records"):
         unit = m["unit"]
-        interval = "" if pd.isna(m["ci_low"]) else readable_range(m["ci_low"], m["ci_high"], unit, to=" .. ")
+        interval = readable_interval(m["ci_low"], m["ci_high"], m["samples"], unit, to=" .. ")
         p10, p90 = ("" if pd.isna(m[name]) else readable(m[name], unit) for name in ("p10", "p90"))
         count = str(max(1, len(m["samples"] or ())))
         rows.append((m["name"], readable(m["value"], unit), p10, p90, interval, count, m["method"]))

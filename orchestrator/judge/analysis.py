@@ -7,8 +7,9 @@ figures, machines or configurations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +22,11 @@ from orchestrator.judge.growth import (
     NORMAL_INTERVAL,
     Growth,
     LocalSlope,
-    PowerLaw,
     fit_growth,
-    fit_power_law,
     local_slopes,
 )
 
+_CURVE_POINTS = 61
 _RUN = ("run_id", "run_name", "origin", "source")
 _MEASURED = ("gpu", "metric", "unit")
 
@@ -42,13 +42,11 @@ class Fit(Growth):
     """The growth of one series.
 
     Attributes:
-        plain: the power law through all of the series' lengths.
         local: the slopes of all of the series' octaves, shortest first.
         series: the series' values of `series_columns`; None for a missing one.
         point_ids: ids of the points fitted.
     """
 
-    plain: PowerLaw
     local: tuple[LocalSlope, ...]
     series: Mapping[str, Any]
     point_ids: tuple[str, ...]
@@ -88,42 +86,54 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
         lengths, values = tuple(group["seq_len"]), tuple(group["per_sequence"])
         if not all(number > 0 for number in (*lengths, *values)):
             continue
-        law, plain, local = _laws(lengths, values, tuple(group["spread"]))
-        if law is not None and plain is not None:
+        law, local = _laws(lengths, values, _weights(group["spread"].to_numpy()))
+        if law is not None:
             points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
             series = series_of(columns, identity)
-            fits.append(Fit(**asdict(law), plain=plain, local=local, series=series, point_ids=points))
+            own = {each.name: getattr(law, each.name) for each in fields(law)}
+            fits.append(Fit(**own, local=local, series=series, point_ids=points))
     return fits
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Frame with a row per fit: the series' columns, then its growth, points, `plain_exponent` and `local_text`."""
-    growth = ("exponent", "ci_low", "ci_high", "coefficient", "overhead", "residual", "n", "lengths")
-    law = (*growth, "point_ids", "local_text")
+    """Frame with a row per fit: the series' columns, then its growth in numbers and in `law`, points, `local_text` and
+    the fitted `curve`, pairs of length and value. Where a power law is refused, exponent and interval are NaN.
+    """
+    power = ("exponent", "ci_low", "ci_high")
+    other = ("overhead", "residual", "n", "lengths", "point_ids", "local_text")
     columns = series_columns({name for fit in fits for name in fit.series})
     rows = [
-        {**fit.series, **{name: getattr(fit, name) for name in law}, "plain_exponent": fit.plain.exponent}
+        {**fit.series, **{name: math.nan if fit.refused else getattr(fit, name) for name in power}}
+        | {name: getattr(fit, name) for name in other}
+        | {"law": str(fit), "curve": [(length, fit.at(length)) for length in _steps(fit.lengths)]}
         for fit in fits
     ]
-    return pd.DataFrame(rows, columns=[*columns, *law, "plain_exponent"])
+    return pd.DataFrame(rows, columns=[*columns, *power, *other, "law", "curve"])
+
+
+def _steps(lengths: Sequence[int]) -> list[float]:
+    """Lengths at equal distances on a logarithmic axis, on which an overhead bends a curve."""
+    return np.geomspace(lengths[0], lengths[-1], _CURVE_POINTS).tolist()
 
 
 @lru_cache(maxsize=5000)  # pages, gates and reports ask for the same fits every few seconds
 def _laws(
     lengths: tuple[float, ...], values: tuple[float, ...], spreads: tuple[float, ...]
-) -> tuple[Growth | None, PowerLaw | None, tuple[LocalSlope, ...]]:
-    return (
-        fit_growth(lengths, values, spreads),
-        fit_power_law(lengths, values),
-        local_slopes(lengths, values, spreads),
-    )
+) -> tuple[Growth | None, tuple[LocalSlope, ...]]:
+    return fit_growth(lengths, values, spreads), local_slopes(lengths, values, spreads)
+
+
+def _weights(spreads: np.ndarray) -> tuple[float, ...]:
+    """Spreads, where one is unknown the widest of the series: a value of a single sample weighs no more than others."""
+    return tuple(np.where(np.isnan(spreads), np.nanmax(spreads, initial=0.0), spreads).tolist())
 
 
 def _spreads(rows: pd.DataFrame) -> np.ndarray:
-    """Relative standard errors of values, from the intervals of their samples; 0 where there is none."""
+    """Relative standard errors of values, from the intervals of their samples; NaN where there is none."""
     low, high, value = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a value of 0, whose series is not fitted
-        return np.fmax((high - low) / 2 / NORMAL_INTERVAL / value, 0.0)
+        spread = (high - low) / 2 / NORMAL_INTERVAL / value
+    return np.where(spread >= 0, spread, np.nan)
 
 
 def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class TakeOver:
         """The growth of both and the two lengths, in one sentence or two."""
         grows = ""
         if self.compressed and self.rest:
-            grows = f"The compressed branch grows as {_law(self.compressed)}, the rest as {_law(self.rest)}. "
+            grows = f"The compressed branch grows as {self.compressed}, the rest as {self.rest}. "
         largest = f"from {self.largest}" if self.largest else f"at no known length: {self.largest_reason}"
         equal = f"from {self.equal}" if self.equal else f"at no known length: {self.equal_reason}"
         return f"{grows}It is the largest branch {largest}; it costs as much as all the rest {equal}."
@@ -236,7 +236,7 @@ class _Curve:
 def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
     """The length from which on `ours` is the greater, or None with the reason.
 
-    Between measured lengths by a line on log-log axes; beyond them by both asymptotic exponents.
+    Between measured lengths by a line on log-log axes; beyond them by both exponents.
     """
     lengths, longest = ours.lengths, ours.lengths[-1]
     ratios = [our / their for our, their in zip(ours.times, theirs.times, strict=True)]
@@ -252,6 +252,8 @@ def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
         return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
     if max(law.residual, other.residual) > HOLDS:
         return None, f"it lies beyond {longest:,}, and no law of growth holds"
+    if law.refused or other.refused:
+        return None, f"it lies beyond {longest:,}, and no power law describes the growth of both"
     if law.ci_low <= other.ci_high:
         return None, f"it lies beyond {longest:,}, and the growth of both is not told apart"
     faster = law.exponent - other.exponent, law.ci_high - other.ci_low, law.ci_low - other.ci_high
@@ -308,7 +310,3 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
 
 def _rounded(length: float) -> str:
     return f"{float(f'{length:.2g}'):,.0f}"
-
-
-def _law(growth: Growth) -> str:
-    return f"S^{growth.exponent:.2f} ({growth.ci_low:.2f} to {growth.ci_high:.2f})"

@@ -84,11 +84,15 @@ def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
     for fit in fits:
         series = f"{fit.series['implementation']} {fit.series['pass']}"
         series += "".join(f" [{text}]" for text in surroundings(fit.series))
+        exponent, low, high = fit.exponent, fit.ci_low, fit.ci_high
+        if fit.refused and fit.mix is not None:
+            series += f": no power, but {fit.mix}"
+            exponent, low, high = fit.mix.slopes
         what = (
-            f"{series}: {fit.metric} grows as S^{fit.exponent:.3f} (95 % interval {fit.ci_low:.3f}"
-            f" to {fit.ci_high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
+            f"{series}: {fit.metric} grows {'there ' if fit.refused else ''}as S^{exponent:.3f} (95 % interval "
+            f"{low:.3f} to {high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
         ) + _of_several(len(fits), "series")
-        candidates.append(Candidate(fit.exponent, list(fit.point_ids), what, (fit.ci_low, fit.ci_high)))
+        candidates.append(Candidate(exponent, list(fit.point_ids), what, (low, high)))
     return Found(candidates)
 
 

@@ -2,7 +2,9 @@
 
 The plain law is value = c · S^p, a line on log-log axes. At short lengths, however, launches cost more than the work:
 value = overhead + c · S^p sees through a constant part, and lengths below which neither law holds are left out. The
-exponent that is left is the asymptotic one, quoted with the lengths that it rests on.
+exponent is quoted with the lengths that it rests on. Attention's true growth is a sum of parts, overhead + linear +
+quadratic, which looks like a power law on few lengths and is none: where that sum describes the values better, it is
+given in the exponent's place.
 """
 
 from __future__ import annotations
@@ -28,20 +30,72 @@ _EXPONENTS = np.linspace(-1, 4, 2001)
 NORMAL_INTERVAL = 1.959963984540054
 """Standard errors from the middle to the end of a 95 % interval: the normal distribution's quantile of 0.975."""
 _OCTAVE = math.log2(1.9)  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
+_COUNTS = 0.1  # share of the value from which on a part counts
+_FAR = 64  # times the longest length, up to which the quadratic part's take-over is looked for
 _FEW_OCTAVES = 3  # beyond, a slope spans more than one
 _SURE = 0.25  # half of a local slope's interval up to which it stands alone
 
 
 @dataclass(frozen=True)
-class PowerLaw:
-    """value = 10**coefficient · S**exponent.
+class Mix:
+    """value = overhead + linear · S + quadratic · S², none of them negative: what contains attention's true growth.
 
     Attributes:
-        exponent: the slope on log-log axes: 1 is linear, 2 quadratic.
-        ci_low, ci_high: its 95 % confidence interval.
-        coefficient: log10 of the value at S = 1.
-        n: points fitted.
+        parts: the three at the longest length, in the values' unit.
+        share_low, share_high: 95 % interval of the quadratic part's share there.
+        takes_over, low, high: length from which on the quadratic part is the greater half, and its 95 % interval;
+            infinite where there is none.
+        residual: root mean square of the relative residuals.
         lengths: the distinct lengths fitted, ascending.
+    """
+
+    parts: tuple[float, float, float]
+    share_low: float
+    share_high: float
+    takes_over: float
+    low: float
+    high: float
+    residual: float
+    lengths: tuple[int, ...]
+
+    def at(self, seq_len: float) -> float:
+        """Fitted value at a length."""
+        return float(np.polyval(self.parts[::-1], seq_len / self.lengths[-1]))
+
+    @property
+    def share(self) -> float:
+        """The quadratic part's share at the longest length."""
+        return self.parts[2] / sum(self.parts)
+
+    @property
+    def slopes(self) -> tuple[float, float, float]:
+        """The slope on log-log axes at the longest length, and its interval by that of the quadratic share."""
+        growing = 1 - self.parts[0] / sum(self.parts)
+        return growing + self.share, growing + self.share_low, growing + self.share_high
+
+    def __str__(self) -> str:
+        """The shares at the longest length, and where the quadratic part takes over."""
+        named = zip(self.parts, ("overhead", "linear", "quadratic"), strict=True)
+        shares = ", ".join(f"{part / sum(self.parts):.0%} {name}" for part, name in named if part > 0)
+        interval = f"({self.share_low:.0%} to {self.share_high:.0%})"
+        after = f"; mostly quadratic from {short(int(self.takes_over))}" if math.isfinite(self.takes_over) else ""
+        return f"{shares} {interval} at {short(self.lengths[-1])}{after}"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds.
+
+    Attributes:
+        exponent: of the growth over these lengths: 1 is linear, 2 quadratic.
+        ci_low, ci_high: its 95 % interval, within -1 to 4.
+        coefficient: log10 of the growing part at S = 1.
+        n: points fitted.
+        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
+        overhead: the constant part, in the values' unit; 0 where the plain law explains the values as well.
+        residual: root mean square of the relative residuals.
+        mix: the growth as a sum of parts; None with fewer than four lengths, or where it does not hold.
+        refused: whether the mix describes the values better than any power law, so that there is no exponent.
     """
 
     exponent: float
@@ -50,60 +104,22 @@ class PowerLaw:
     coefficient: float
     n: int
     lengths: tuple[int, ...]
-
-    def at(self, seq_len: float) -> float:
-        """Fitted value at a length."""
-        return 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
-
-
-@dataclass(frozen=True)
-class Growth(PowerLaw):
-    """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds.
-
-    Attributes:
-        exponent: the asymptotic exponent: 1 is linear, 2 quadratic; its interval is within -1 to 4.
-        coefficient: log10 of the growing part at S = 1.
-        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
-        overhead: the constant part, in the values' unit; 0 where the plain law explains the values as well.
-        residual: root mean square of the relative residuals.
-    """
-
     overhead: float
     residual: float
+    mix: Mix | None
+    refused: bool
 
     def at(self, seq_len: float) -> float:
         """Fitted value at a length."""
-        return self.overhead + super().at(seq_len)
+        if self.refused and self.mix is not None:
+            return self.mix.at(seq_len)
+        return self.overhead + 10 ** (self.coefficient + self.exponent * math.log10(seq_len))
 
-
-def fit_power_law(lengths: Sequence[float], values: Sequence[float], confidence: float = 0.95) -> PowerLaw | None:
-    """Fit value = c · S^p to all values by least squares on log10, with Student's interval.
-
-    Returns:
-        None with fewer than three distinct lengths, which cannot contradict a line.
-
-    Raises:
-        ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
-            state, not a zero).
-    """
-    x, y = _checked(lengths, values)
-    distinct = _distinct(x)
-    if len(distinct) < MIN_LENGTHS:
-        return None
-    if np.ptp(y) == 0:  # exact, without the rounding of a fit
-        return PowerLaw(0.0, 0.0, 0.0, float(np.log10(y[0])), len(x), distinct)
-    from scipy import special  # late: many runs have too few lengths. scipy.stats takes four times as long to import
-
-    (slope, coefficient), covariance = np.polyfit(np.log10(x), np.log10(y), 1, cov=True)
-    half = float(special.stdtrit(len(x) - 2, (1 + confidence) / 2) * np.sqrt(covariance[0, 0]))
-    return PowerLaw(
-        exponent=float(slope),
-        ci_low=float(slope) - half,
-        ci_high=float(slope) + half,
-        coefficient=float(coefficient),
-        n=len(x),
-        lengths=distinct,
-    )
+    def __str__(self) -> str:
+        """The exponent with its interval; the mix where a power law is refused."""
+        if self.refused:
+            return str(self.mix)
+        return f"S^{self.exponent:.2f} ({self.ci_low:.2f} to {self.ci_high:.2f})"
 
 
 def fit_growth(
@@ -125,7 +141,8 @@ def fit_growth(
         None with fewer than three distinct lengths, or with values that no unit has, whose squares no float holds.
 
     Raises:
-        ValueError: as in `fit_power_law`.
+        ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
+            state, not a zero).
     """
     x, y = _checked(lengths, values)
     distinct = _distinct(x)
@@ -136,10 +153,64 @@ def fit_growth(
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
     exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
     holding = (law for law in laws if law.residual <= HOLDS)
-    if (law := next(exact, None)) is not None:
-        return law
-    law = next(holding, None) or laws[-1]
-    return law if law.overhead else _widened(law, x, y, noise)
+    law = next(exact, None) or next(holding, None) or laws[-1]
+    exactly = law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE
+    law = law if law.overhead or exactly else _widened(law, x, y, noise)
+    mixes = ((kept, _mix(x[kept], y[kept], noise[kept])) for kept in (x >= first for first in distinct[:last]))
+    kept, mix = next(((kept, mix) for kept, mix in mixes if mix and mix.residual <= HOLDS), (x > 0, None))
+    if mix is None or not _refuses(mix, x[kept], y[kept], noise[kept]):
+        return replace(law, mix=mix)
+    own = {"lengths": mix.lengths, "n": int(kept.sum()), "overhead": mix.parts[0], "residual": mix.residual}
+    return replace(law, mix=mix, refused=True, **own)
+
+
+def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
+    """The mix by nonnegative least squares of the relative residuals; None where no four lengths bear it.
+
+    Intervals invert Student's test of a linear combination of the unconstrained parts (Fieller, J. Roy. Stat. Soc. B
+    16, 175, 1954): of the shares, and of the lengths, that the values do not refuse.
+    """
+    from scipy import optimize, special
+
+    free = len(x) - 3
+    if free < 1:
+        return None
+    root = np.sqrt(noise**-2 / np.mean(noise**-2))
+    terms = np.vander(x / x.max(), 3, increasing=True) * (root / y)[:, None]
+    parts, norm = optimize.nnls(terms, root)
+    loose, *_ = np.linalg.lstsq(terms, root, rcond=None)
+    variance = max(float(np.sum((terms @ loose - root) ** 2)) / free, _LEAST_NOISE**2)
+    reach = float(special.stdtrit(free, (1 + _LEVEL) / 2)) ** 2 * variance * np.linalg.pinv(terms.T @ terms)
+
+    def kept(values: np.ndarray, combinations: np.ndarray, best: float) -> tuple[float, float]:
+        """Range of the values whose combination of parts may be zero."""
+        spread = np.einsum("ni,ij,nj->n", combinations, reach, combinations)
+        inside = np.append(values[(combinations @ loose) ** 2 <= spread], best)
+        return float(inside.min()), float(inside.max())
+
+    step = (_FAR**2 * x.max() / x.min()) ** 0.0005
+    shares = np.linspace(0, 1, 1001)
+    share = kept(shares, np.stack([-shares, -shares, 1 - shares], axis=1), parts[2] / parts.sum())
+    at = np.geomspace(x.min() / x.max() / _FAR, _FAR, 2001)
+    overhead, linear, quadratic = parts
+    half = (linear + math.sqrt(linear**2 + 4 * overhead * quadratic)) / (2 * quadratic) if quadratic > 0 else math.inf
+    low, high = kept(at, np.stack([-np.ones_like(at), -at, at**2], axis=1), half)
+    high = high if high < at[-1] else math.inf
+    ends = (float(half * x.max()), low / step * float(x.max()), high * step * float(x.max()))
+    return Mix((float(overhead), float(linear), float(quadratic)), *share, *ends, norm / math.sqrt(free), _distinct(x))
+
+
+def _refuses(mix: Mix, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> bool:
+    """Whether the mix explains the values better than a power law with an overhead or without: the information
+    criterion favours it, and both growing parts count, the linear one at some length, the other at the longest."""
+    weights = noise**-2 / np.mean(noise**-2)
+    n, parameters = len(x), sum(part > 0 for part in mix.parts)
+    linear = max(mix.parts[1] * length / x.max() / mix.at(length) for length in x)
+    if linear < _COUNTS or mix.share < _COUNTS:
+        return False
+    criterion = _criterion(mix.residual**2 * (n - 3), n, parameters + 1)
+    laws = min(_law(x, y, weights, with_overhead=each)[1] for each in (False, True))
+    return criterion < laws - 2 * _EVIDENCE
 
 
 @dataclass(frozen=True)
@@ -208,6 +279,8 @@ def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bo
         residual=math.sqrt(least / (n - parameters)),
         n=n,
         lengths=_distinct(x),
+        mix=None,
+        refused=False,
     )
     return law, _criterion(least, n, parameters + 1)
 
@@ -243,7 +316,7 @@ def _criterion(squares: float, n: int, parameters: int) -> float:
 
 
 def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and values as float64 [n] each. Raises ValueError as `fit_power_law`."""
+    """Lengths and values as float64 [n] each. Raises ValueError as `fit_growth`."""
     x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
     if len(x) != len(y):
         raise ValueError(f"lengths and values differ in number: {len(x)} and {len(y)}")

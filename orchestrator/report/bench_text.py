@@ -8,15 +8,19 @@ from dataclasses import replace
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, take_overs
-from orchestrator.judge.growth import fit_growth, local_slopes
+from orchestrator.judge.growth import Growth, LocalSlope, fit_growth, local_slopes
 from orchestrator.report.bench import BOTH, FORWARD, MEMORY, TIME, Bench, Figure, Layout, Place
 from orchestrator.report.table import Table
 
 UNMEASURED = "-"
-LOCAL = (
-    "Local exponents: the slope of each octave on log-log axes, by the length at its end, with half of its 95 % "
+GROWTH = (
+    "Growth of the value per sequence: the exponent p of value = overhead + c · S^p with its 95 % interval; or, where "
+    "overhead + linear + quadratic describes it better than any power, the shares of these at the longest length, the "
+    "quadratic one's 95 % interval, and the S from which on it is the greater half. Local exponents: the slope of each "
+    "octave on log-log axes, by the length at its end, with half of its 95 % "
     "interval from the values' spread if that is above 0.1."
 )
+LAW = ["growth", "S", "n", "overhead", "residual", "local exponents"]
 
 _BRANCHES = (
     " Device milliseconds of a call by branch, and their part of all kernels. Compressed: with its scores and the "
@@ -82,12 +86,19 @@ def _growth(bench: Bench, of: str) -> Table:
     pass_ = bench.fullest
     series = dict.fromkeys((place.layout, name) for place, name in bench.states if place.pass_ == pass_)
     rows = [row for one in series for metric in (TIME, MEMORY) if (row := _fitted(bench, *one, metric))]
-    note = (
-        f"Asymptotic exponent p of value = overhead + c · S^p, {pass_}, per sequence, with its 95 % interval and the "
-        f"lengths that it rests on. {LOCAL}"
-    )
-    columns = ["heads", "implementation", "metric", "exponent", "95 % interval", "S", "n", "local exponents"]
-    return Table(f"Growth{of}", note, columns, rows)
+    return Table(f"Growth{of}", f"Of {pass_}. {GROWTH}", ["heads", "implementation", "metric", *LAW], rows)
+
+
+def law_cells(law: Growth, local: Sequence[LocalSlope]) -> list[str]:
+    """Cells of a fitted growth, in the order of LAW."""
+    return [
+        str(law),
+        f"{law.lengths[0]:,} to {law.lengths[-1]:,}",
+        f"{law.n}",
+        f"{law.overhead:.3g}" if law.overhead else "",
+        f"{law.residual:.1%}",
+        ", ".join(map(str, local)),
+    ]
 
 
 def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> list[str] | None:
@@ -101,9 +112,7 @@ def _fitted(bench: Bench, layout: Layout, implementation: str, metric: str) -> l
     law = fit_growth(list(found), list(found.values())) if all(value > 0 for value in found.values()) else None
     if law is None:
         return None
-    local = ", ".join(map(str, local_slopes(list(found), list(found.values()))))
-    interval, lengths = f"{law.ci_low:.3f} to {law.ci_high:.3f}", f"{law.lengths[0]:,} to {law.lengths[-1]:,}"
-    return [str(layout), implementation, metric, f"{law.exponent:.3f}", interval, lengths, f"{law.n}", local]
+    return [str(layout), implementation, metric, *law_cells(law, local_slopes(list(found), list(found.values())))]
 
 
 def _branches(bench: Bench, of: str, explained: str) -> Iterable[Table]:

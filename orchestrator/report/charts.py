@@ -39,6 +39,7 @@ _BRANCHES = {
 
 def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart:
     """Fitted exponents (`fits_frame`) with 95 % intervals, beside the lines of linear (1) and quadratic (2) growth."""
+    fits = fits.loc[fits["exponent"].notna()]  # the others have none: no power law describes them
     rows = fits.to_dict("records")
     names = series.labels(rows, quantities)
     marks = [_mark(row, names) for row in rows]

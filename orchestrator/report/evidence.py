@@ -200,14 +200,15 @@ class Spec:
         return [str(text) for text in queries.events(self._evidence.store, run["run_id"])["message"]] if run else []
 
     def growth(self, metric: str, implementation: str, pass_: str) -> str:
-        """A fitted exponent with its interval, in words; or the spec that would measure it."""
+        """A fitted growth, in words; or the spec that would measure it."""
         run = self.newest
         for fit in self._evidence.fits(run["run_id"]) if run else ():
             if (fit.metric, fit.series["implementation"], fit.series["pass"]) == (metric, implementation, pass_):
-                low, high = f"{fit.ci_low:.2f}", f"{fit.ci_high:.2f}"
+                if fit.refused:
+                    return str(fit)
                 linear = "at most linear" if fit.exponent <= _LINEAR else "between"
                 word = "quadratic" if fit.exponent >= _QUADRATIC else linear
-                return f"S^{fit.exponent:.2f} ({low} to {high}): {word}"
+                return f"{fit}: {word}"
         return self.not_measured
 
     @property

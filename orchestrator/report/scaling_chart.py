@@ -21,7 +21,6 @@ from orchestrator.report.series import GREY
 
 Row = dict[Any, Any]
 
-_CURVE_STEPS = 24
 _TITLE = 40  # characters of an axis title that fit in one line
 _PALE = 0.35  # opacity of points that a fit leaves out
 _MOST_SERIES, _MOST_POINTS = 60, 4000  # of a chart: more cannot be told apart, and Altair refuses 5,000 rows
@@ -122,12 +121,8 @@ def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
             continue
         fit = by_key[key]
         first, last = fit["lengths"][0], fit["lengths"][-1]
-        interval = f"{fit['ci_low']:.2f} to {fit['ci_high']:.2f}"
-        law = f"S^{fit['exponent']:.2f} ({interval}), {length_label(first)}–{length_label(last)}"
-        for step in range(_CURVE_STEPS + 1):  # at equal distances on a logarithmic axis: an overhead bends the curve
-            length = first * (last / first) ** (step / _CURVE_STEPS)
-            value = fit["overhead"] + 10 ** fit["coefficient"] * length ** fit["exponent"]
-            lines.append({"key": key, "law": law, "seq_len": length, "y": value})
+        law = f"{fit['law']}, {length_label(first)}–{length_label(last)}"
+        lines += [{"key": key, "law": law, "seq_len": length, "y": value} for length, value in fit["curve"]]
         for point in points:
             if point["key"] == key:
                 point["opacity"] = 1.0 if first <= point["seq_len"] <= last else _PALE

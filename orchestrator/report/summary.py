@@ -84,18 +84,16 @@ def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Conso
 
 
 def print_fits(fits: Sequence[Fit], console: Console) -> None:
-    """Print the fitted exponents, a row per series and metric."""
+    """Print the fitted growth, a row per series and metric."""
+    from orchestrator.report.bench_text import LAW, law_cells
+
     rows = []
     for fit in fits:
         named = [fit.series[name] for name in ("implementation", "workload", "pass")]
         own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
-        interval = f"{fit.ci_low:.2f} .. {fit.ci_high:.2f}"
-        overhead = f"{fit.overhead:.3g}" if fit.overhead else ""
-        lengths = f"{min(fit.lengths):,} .. {max(fit.lengths):,}"
         series = " ".join([*filter(None, named), *own])
-        rows.append([series, fit.metric, f"{fit.exponent:.2f}", interval, overhead, lengths])
-    columns = ["series", "metric", "exponent", "95 % interval", "overhead", "S"]
-    console.print(Table("Growth with sequence length S: metric = overhead + c S^exponent", "", columns, rows).rich())
+        rows.append([series, fit.metric, *law_cells(fit, fit.local)[:-1]])
+    console.print(Table("Growth with sequence length S", "", ["series", "metric", *LAW[:-1]], rows).rich())
 
 
 def print_decisions(decisions: Sequence[Decision], console: Console) -> None:

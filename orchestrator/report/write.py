@@ -229,25 +229,16 @@ def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
             str(fit.series["pass"]),
             full_shape(fit.series),
             fit.metric,
-            f"{fit.exponent:.3f}",
-            f"{fit.ci_low:.3f} to {fit.ci_high:.3f}",
-            f"{fit.lengths[0]:,} to {fit.lengths[-1]:,}",
-            f"{fit.n}",
-            f"{fit.overhead:.3g}" if fit.overhead else "",
-            f"{100 * fit.residual:.1f} %",
-            f"{fit.plain.exponent:.3f}",
-            fit.local_text,
+            *bench_text.law_cells(fit, fit.local),
         ]
         for fit in fits
     ]
     note = (
-        "Asymptotic exponent p of value = overhead + c · S^p, per sequence, on the longest range up to the longest "
-        "length on which the law holds (one on which it is exact comes first); without an overhead where the "
-        "information criterion prefers that. All lengths: the slope of a line through all of them. " + bench_text.LOCAL
+        f"{bench_text.GROWTH} It rests on the longest range up to the longest length on which it holds (one on which "
+        "it is exact comes first), and has no overhead where the information criterion prefers that."
     )
     axes = ["run", "origin", "implementation", "pass", "shape", "metric"]
-    law = ["exponent", "95 % interval", "S", "n", "overhead", "residual", "all lengths", "local exponents"]
-    return Table("Scaling", note, [*axes, *law], rows)
+    return Table("Scaling", note, [*axes, *bench_text.LAW], rows)
 
 
 def _measured(content: Content) -> Table:
@@ -271,7 +262,9 @@ def _measured(content: Content) -> Table:
         for row in ordered.to_dict("records")
     ]
     columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
-    return Table("Results", "The whole batch; brackets hold the interval of the median.", columns, rows)
+    return Table(
+        "Results", "The whole batch; brackets hold the interval of the median, of six samples or more.", columns, rows
+    )
 
 
 def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table]:

@@ -20,6 +20,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from jobs.schema.axes import AXES, check_coordinate, check_more
+from jobs.schema.quantities import FEWEST_SAMPLES
 from jobs.schema.states import PointState, RunState
 from orchestrator.database_url import RunMissingError, StoreError
 from orchestrator.store.models import (
@@ -178,7 +179,14 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
             ended.append(record)
     session.flush()
     metrics = [
-        {**metric.model_dump(), "samples": list(metric.samples), "point_id": record.point_id, "attempt": record.attempt}
+        {
+            **metric.model_dump(),
+            "samples": list(metric.samples),
+            "point_id": record.point_id,
+            "attempt": record.attempt,
+        }
+        # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
+        | ({"ci_low": None, "ci_high": None} if 0 < len(metric.samples) < FEWEST_SAMPLES else {})
         for record in ended
         for metric in record.metrics
     ]

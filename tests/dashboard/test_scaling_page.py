@@ -36,7 +36,7 @@ def test_scaling_begins_with_our_latest_sweep_and_the_reported_curve(complete: s
     assert ours["Exponent"]["Peak memory beyond inputs", "chunked"] == pytest.approx(1, abs=0.05)
     assert ours["Local exponents"]["Time", "naive"].startswith("1K ")
     assert ours["Rests on"]["Time", "naive"] == "4: 512 to 4K"
-    assert fits["95 % interval"].str.contains(" to ").all()
+    assert fits["Growth"].str.contains(" to ").all()
     assert fits["Origin"].str.contains("reported").any()
 
 

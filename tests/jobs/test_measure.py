@@ -15,7 +15,7 @@ from jobs.hardware.stats import summarize
 from jobs.measure import clock
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
-from jobs.schema.quantities import TIME
+from jobs.schema.quantities import TIME, readable_interval
 from jobs.training.live import training_flops_per_token, visited_keys
 from nsa_core import NSAConfig
 from nsa_core.backends import triton_version
@@ -25,10 +25,23 @@ CPU = torch.device("cpu")
 
 
 def test_a_summary_has_median_samples_percentiles_and_interval() -> None:
-    metric = summarize(TIME, [5.0, 1.0, 2.0, 4.0, 3.0], "test")
-    assert (metric.value, metric.samples) == (3.0, (5.0, 1.0, 2.0, 4.0, 3.0))
-    assert (metric.p10, metric.p90) == pytest.approx((1.4, 4.6))
-    assert (metric.ci_low, metric.ci_high) == (1.0, 5.0)  # one draw in 17 has a median of 1, as many one of 5
+    samples = (5.0, 1.0, 2.0, 4.0, 3.0, 6.0, 7.0, 9.0, 8.0)
+    metric = summarize(TIME, samples, "test")
+    assert (metric.value, metric.samples) == (5.0, samples)
+    assert (metric.p10, metric.p90) == pytest.approx((1.8, 8.2))
+    assert metric.ci_low is not None
+    assert metric.ci_high is not None
+    assert 1 < metric.ci_low < 5 < metric.ci_high < 9
+
+
+def test_few_samples_give_a_range_and_no_interval_and_no_sample_is_an_error() -> None:
+    few = summarize(TIME, [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert few.ci_low is None
+    assert readable_interval(few.ci_low, few.ci_high, few.samples, "ms") == "range 1 – 5 ms"
+    assert readable_interval(None, None, [1.0], "ms") == ""
+    assert readable_interval(1.0, 2.0, [1.0] * 6, "ms") == "1 – 2 ms"
+    with pytest.raises(ValueError, match="no sample"):
+        summarize(TIME, [])
 
 
 def test_the_clock_warms_up_until_three_runs_are_alike_and_samples_for_as_long_as_asked(

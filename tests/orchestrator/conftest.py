@@ -214,7 +214,7 @@ def _planned(run_id: str, number: int, implementation: str, seq_len: int, batch:
 def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> list[Record]:
     attempt, start = {"run_id": run_id, "point_id": f"{run_id}/{number}", "attempt": 1}, 10 + 10 * number
     value = batch * (seq_len / 512) ** exponent
-    spread = {"samples": (value, value), "ci_low": value * 0.9, "ci_high": value * 1.1}
+    spread = {"samples": (value,) * 6, "ci_low": value * 0.9, "ci_high": value * 1.1}
     metrics = (
         MetricData(name="time", unit="ms", value=value, **spread),
         MetricData(name="peak_extra_memory", unit="MiB", value=3 * value, method="allocator"),

@@ -68,7 +68,7 @@ def test_steps_are_merged_by_command_with_those_without_one_last():
 
 def test_a_soak_takes_the_minutes_that_it_asks_for_on_any_card():
     steps = {step.command: step for step in fresh()["m7c-125m"].steps}
-    soak = "nsa submit jobs/configs/soak_m7c.yaml --set seq_len=2048 --set batch=2"
+    soak = "nsa submit jobs/configs/soak_m7c.yaml --set seq_len=2048 --set batch=2 --set checkpoints.every=1000"
     several = " --set ranks=2 --set parallel=replicate"
     for settings in (" --set resources.accelerator_type=A100", f"{several} --set resources.accelerator_type=H200"):
         step = steps[soak + settings]

@@ -189,10 +189,11 @@ def test_the_share_of_each_branch_and_the_take_over_are_told(sqlite_store: Store
 def test_growth_is_fitted_per_sequence_with_local_exponents_beside_it(sqlite_store: Store, rows: Rows):
     rows.into(sqlite_store)
     shown = table(report(sqlite_store, [RUN]), "Growth")
-    fitted = "| 12/2 d64 | triton | peak_extra_memory | 0.980 | 0.938 to 1.022 | 8,192 to 131,072 | 4 |"
-    assert f"{fitted} 8K to 32K 1.0, 64K 1.0, 128K 1.0 |" in shown
+    fitted = "| 12/2 d64 | triton | peak_extra_memory | S^0.98 (0.94 to 1.02) | 8,192 to 131,072 | 4 |"
+    (line,) = [line for line in shown.splitlines() if line.startswith(fitted)]
+    assert line.endswith("| 8K to 32K 1.0, 64K 1.0, 128K 1.0 |")
     assert "dense-flash" in shown
-    assert "| 4 | 8K to 32K 1.0, 64K 0.0, 128K 0.0 |" in shown  # time, made constant from 32,768 on
+    assert "| 8K to 32K 1.0, 64K 0.0, 128K 0.0 |" in shown  # time, made constant from 32,768 on
 
 
 def test_points_that_lack_a_place_or_a_logarithm_are_no_line_and_no_fit(sqlite_store: Store, rows: Rows):

@@ -43,7 +43,7 @@ def test_markdown_contains_all_sections(filled: Store):
     text = report(filled, [RUN])
     assert text.startswith("# Report: demo\n")
     series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
-    assert f"{series} 2.000 | 1.998 to 2.002 | 2,048 to 8,192 | 3 |  | 0.0 % | 2.000 | 4K 2.0, 8K 2.0 |" in text
+    assert f"{series} S^2.00 (2.00 to 2.00) | 2,048 to 8,192 | 3 |  | 0.0% | 4K 2.0, 8K 2.0 |" in text
     assert "## Verdict linear-scaling/cpu: NO-GO" in text
     assert "| naive-contrast | GO | 2 | >= 1.7 | +0.3 |" in text
     assert "| soak-memory-slope | UNKNOWN |  | <= 0.1 %/1000 steps |  | not measured:" in text
@@ -171,7 +171,7 @@ def test_a_run_without_results_is_reported_too(sqlite_store: Store, sweep):
     sqlite_store.apply_many(sweep()[:2])
     text = report(sqlite_store, [RUN])
     assert "| pending |" in text
-    assert "## Results\n\nThe whole batch; brackets hold the interval of the median.\n\nNone." in text
+    assert "brackets hold the interval of the median, of six samples or more.\n\nNone." in text
     assert "<h2>Scaling</h2>" in report(sqlite_store, [RUN], format="html")
 
 
