@@ -19,7 +19,7 @@ from jobs.measure.isolation import trace_branch
 from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
-from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
+from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS_ERROR, ROWS_ERROR_BOUND, TELEMETRY, THROUGHPUT, TIME
 from jobs.specs.fields import (
     WINDOW_ALONE,
     BareNSA,
@@ -37,7 +37,7 @@ from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
-QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
+QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, ROWS_ERROR, ROWS_ERROR_BOUND, *TELEMETRY)
 AXES = (Axis("branch", "text", "branch"),)
 
 

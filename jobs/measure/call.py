@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
-from jobs.measure.check import Agreement, HeadShape
+from jobs.measure.check import Agreement, HeadShape, WrongResult
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
+from jobs.measure.rows import RowCheck
 from jobs.schema.axes import Axes
 from jobs.schema.point import Beat, Case, Device, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
@@ -109,10 +111,11 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a function that leaves nothing but its result."""
+    """A call of a function that leaves nothing but its result; `rows` renews its inputs and checks its results."""
 
     run: Callable[[], object]
     resident: list[Tensor]
+    rows: RowCheck | None = None
 
     def clear(self) -> None:
         """There is nothing."""
@@ -132,6 +135,7 @@ def measure_call(
     throughput: Quantity | None = THROUGHPUT,
     graphed: Callable[[Mapping[str, str]], bool] | None = None,
     memory: bool = True,
+    fastest_ms: float = 0.0,
     then: Callable[[C, Measurement], Measurement] | None = None,
 ) -> Measurement:
     """Check a case, then measure its call: the route, the time, the peak of memory.
@@ -144,10 +148,12 @@ def measure_call(
         throughput: quantity of the tokens per second of a timed call; None: none.
         graphed: whether a route is timed by replays of a CUDA graph; None: all are called eagerly.
         memory: whether to measure the peak of memory.
+        fastest_ms: time below which no result can be right.
         then: adds what is measured last, such as a profile, which may slow down what follows it.
 
     Raises:
-        WrongResult: the implementation disagrees with the oracle, so that nothing is timed.
+        WrongResult: the implementation disagrees with the oracle, so that nothing is timed; or did so in a timed call,
+            or took less time than is possible.
         torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     if case.threads is not None:
@@ -163,7 +169,17 @@ def measure_call(
     files: dict[str, Any] = {}
     if timing is not None:
         replayed = graphed is not None and graphed(route)
-        timed = measure_time(_captured(call.run) if replayed else call.run, device, timing, beat)
+        rows: RowCheck | None = getattr(call, "rows", None)
+        hooks = {} if rows is None else {"before": rows.renew, "after": rows.take}
+        timed = measure_time(_captured(call.run) if replayed else call.run, device, timing, beat, **hooks)
+        if rows is not None:
+            beat("rows")
+            metrics += rows.judge()
+        if (took := median(timed.samples_ms)) < fastest_ms:
+            raise WrongResult(
+                f"{case.implementation}: took {took:.3g} ms, less than the {fastest_ms:.3g} ms that this card's "
+                "arithmetic and bandwidth allow: it does not do the work, or not in the time that is measured"
+            )
         how = "" if graphed is None else "; replays of a CUDA graph" if replayed else "; eager"
         metrics.append(summarize(TIME, timed.samples_ms, timed.method + how))
         if throughput is not None:

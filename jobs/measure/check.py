@@ -270,7 +270,7 @@ def _check_selection(
 def attend_densely(inputs: Mapping[str, Tensor], backend: Backend) -> Tensor:
     """A backend's dense causal attention: a window over all keys."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    return backend.window(q, k, v, None, q.shape[1], q.shape[-1] ** -0.5)
+    return backend.window(q, k, v, None, k.shape[1], q.shape[-1] ** -0.5)
 
 
 def attend_to(
@@ -280,13 +280,13 @@ def attend_to(
     backend: Backend,
     branches: tuple[Branch, ...],
 ) -> Tensor:
-    """A backend's gated sum of branches, the selected one over given blocks."""
+    """A backend's gated sum of branches, the selected one over given blocks; q are the last of the positions."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    scale = q.shape[-1] ** -0.5
+    scale, offset = q.shape[-1] ** -0.5, k.shape[1] - q.shape[1]
     cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
     parts = []
     if "cmp" in branches:
-        parts.append(backend.compressed(q, compress(k, config), compress(v, config), cmp, config, 0, scale))
+        parts.append(backend.compressed(q, compress(k, config), compress(v, config), cmp, config, offset, scale))
     if "slc" in branches:
         assert blocks is not None, "they are selected with the selected branch"
         parts.append(backend.selected(q, k, v, slc, blocks, config, scale))

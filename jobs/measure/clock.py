@@ -8,10 +8,10 @@ CPU: the performance counter around each call.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from time import perf_counter  # bound here: what is timed cannot replace it
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -50,8 +50,20 @@ class Timing:
     method: str
 
 
-def measure_time(call: Callable[[], object], device: torch.device, plan: TimingSpec, beat: Beat) -> Timing:
+def measure_time(
+    call: Callable[[], Any],
+    device: torch.device,
+    plan: TimingSpec,
+    beat: Beat,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[Any], object] = lambda result: None,
+) -> Timing:
     """Time `call`, which must do the same work each time.
+
+    Args:
+        before: called before each run, untimed.
+        after: gets the result of a run, of a batch on CUDA the last one's, before the device is waited for.
 
     Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
     seconds. Garbage collection is off while sampling.
@@ -59,7 +71,8 @@ def measure_time(call: Callable[[], object], device: torch.device, plan: TimingS
     warmups: list[float] = []  # seconds
     while not warmups or not (_is_steady(warmups) or len(warmups) >= plan.warmup or sum(warmups) >= plan.max_s):
         beat("warm-up", len(warmups), plan.warmup)
-        warmups.append(_timed(call, device))
+        before()
+        warmups.append(_timed(call, device)[0])
     samples: list[float] = []
     gc.collect()
     gc.disable()
@@ -71,7 +84,14 @@ def measure_time(call: Callable[[], object], device: torch.device, plan: TimingS
             spent_ms < 1000 * plan.max_s and (len(samples) < plan.repeats or spent_ms < 1000 * plan.min_s)
         ):
             beat("time", len(samples), plan.repeats)
-            taken = [1000 * _timed(call, device)] if filler is None else _batch_on_cuda(call, batch, filler)
+            if filler is None:
+                before()
+                seconds, result = _timed(call, device)
+                after(result)
+                taken = [1000 * seconds]
+                del result
+            else:
+                taken = _batch_on_cuda(call, batch, filler, before, after)
             samples += taken
             spent_ms += sum(taken)
     finally:
@@ -81,11 +101,11 @@ def measure_time(call: Callable[[], object], device: torch.device, plan: TimingS
     return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({steady}), {len(samples)} samples")
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    call()
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    start = perf_counter()
+    result = call()
     synchronize(device)
-    return time.perf_counter() - start
+    return perf_counter() - start, result
 
 
 def _is_steady(runs: list[float]) -> bool:
@@ -93,14 +113,24 @@ def _is_steady(runs: list[float]) -> bool:
     return len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
 
 
-def _batch_on_cuda(call: Callable[[], object], batch: int, filler: torch.Tensor) -> list[float]:
+def _batch_on_cuda(
+    call: Callable[[], Any],
+    batch: int,
+    filler: torch.Tensor,
+    before: Callable[[], object],
+    after: Callable[[Any], object],
+) -> list[float]:
     """Milliseconds of each call; all are queued before the host waits."""
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(batch)]
-    for start, end in pairs:
+    for number, (start, end) in enumerate(pairs, 1):
+        before()
         filler.zero_()
         start.record()
-        call()
+        result = call()
         end.record()
+        if number == len(pairs):
+            after(result)
+        del result
     torch.cuda.synchronize(filler.device)
     return [start.elapsed_time(end) for start, end in pairs]
 

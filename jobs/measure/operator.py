@@ -15,8 +15,19 @@ from jobs.measure import check
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.clock import TimingSpec
+from jobs.measure.rows import RowCheck
+from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
-from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
+from jobs.schema.quantities import (
+    AGREEMENT,
+    ESTIMATE_ERROR,
+    MEMORY,
+    PEAK_EXTRA_MEMORY,
+    ROWS_ERROR,
+    ROWS_ERROR_BOUND,
+    THROUGHPUT,
+    TIME,
+)
 from jobs.specs.fields import (
     MOST,
     NSA,
@@ -40,7 +51,7 @@ from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 from nsa_core.routes import Branch
 
 # Quantities of `measure_operator`.
-OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
+OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, ROWS_ERROR, ROWS_ERROR_BOUND)
 
 
 class OperatorCase(ModelCase):
@@ -97,7 +108,10 @@ class OperatorCase(ModelCase):
         def attend() -> Tensor:
             return check.attend(inputs, self.model.nsa, self.implementation, self.branches)
 
-        return self.differentiated(attend, inputs)
+        call = self.differentiated(attend, inputs)
+        towards = call.resident[-1] if self.backward else None
+        rows = RowCheck(self.implementation, self.model.nsa, self.branches, inputs, towards, self.seed)
+        return replace(call, rows=rows)
 
     def differentiated(self, attend: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> FunctionCall:
         """A call of `attend` and, if the case is backward, of its gradients towards the inputs."""
@@ -131,13 +145,35 @@ class OperatorCase(ModelCase):
         return FunctionCall(run, resident)
 
 
+def fastest_ms(case: ModelCase) -> float:
+    """Time below which a call of attention is not possible on this card; 0 where its peaks are not known."""
+    if case.workload != "attention" or case.device != "cuda":
+        return 0.0
+    card = torch.cuda.get_device_name(case.torch_device)
+    return lowest_ms(case, BF16_PEAKS[card], BANDWIDTHS[card]) if card in BF16_PEAKS else 0.0
+
+
+def lowest_ms(case: ModelCase, flops: float, bandwidth: float) -> float:
+    """Milliseconds of a call at so many FLOP/s and bytes/s: two products with each key that a query must see, thrice
+    with gradients; and reading q, k and v once. Keys of the window are taken to be among the selected ones.
+    """
+    heads, nsa, length = case.shape, case.model.nsa, case.seq_len
+    keys = (length + 1) / 2
+    if case.implementation not in DENSE_KERNELS:
+        most = min(max(nsa.window, nsa.slc_count * nsa.slc_block), length)
+        keys = most - most * (most - 1) / (2 * length) + max(0, (length / 2 - nsa.cmp_block) / nsa.cmp_stride)
+    products = 4 * (3 if case.backward else 1) * case.tokens * heads.query_heads * heads.head_dim * keys
+    read = case.tokens * heads.head_dim * (heads.query_heads + 2 * heads.kv_heads) * case.torch_dtype.itemsize
+    return 1000 * max(products / flops, read / bandwidth)
+
+
 def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     """Check one case, measure its time and memory, and compare the memory with the prediction.
 
     Raises:
         As measure_call.
     """
-    measured = measure_call(case, case.check, case.call, beat, timing=case.timing)
+    measured = measure_call(case, case.check, case.call, beat, timing=case.timing, fastest_ms=fastest_ms(case))
     if (estimate := case.estimate()) is None:
         return measured
     extra = next(metric.value for metric in measured.metrics if metric.name == PEAK_EXTRA_MEMORY.name) * 2**20

@@ -14,3 +14,14 @@ BF16_PEAKS = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989.4e12,
 }
+
+# Memory bandwidth [bytes/s], of the same sheets.
+BANDWIDTHS = {
+    "NVIDIA A100-SXM4-40GB": 1.555e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA A100-PCIE-40GB": 1.555e12,
+    "NVIDIA A100 80GB PCIe": 1.935e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H200": 4.8e12,
+}

@@ -252,6 +252,8 @@ ESTIMATE_ERROR = Quantity("estimate_error", "%", "Error of the memory estimate")
 ORACLE_ERROR = Quantity("oracle_error", "1", "Error against the oracle", better=Better.LOWER)
 ORACLE_ERROR_BOUND = Quantity("oracle_error_bound", "1", "Bound of the error against the oracle")
 AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND)
+ROWS_ERROR = Quantity("rows_error", "1", "Error of rows at the size timed", better=Better.LOWER)
+ROWS_ERROR_BOUND = Quantity("rows_error_bound", "1", "Bound of the error of rows")
 
 STAGE = Quantity("stage_*", "ms", "Stage", better=Better.LOWER, role=Role.STAGE)
 

@@ -269,6 +269,7 @@ class StatesRule(_Rule):
     kind: Literal["states"]
     none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
     but: dict[str, PointState] = Field({}, description="the state in which points of an implementation are to end")
+    because: str | None = Field(None, min_length=1, description="only for reasons that begin so")
     min_points: int = Field(1, ge=1)
 
 

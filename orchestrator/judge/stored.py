@@ -30,7 +30,7 @@ _SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
 _AXES = tuple(axis.name for axis in AXES if axis.name != LENGTH)
 _coordinates = itemgetter(*_AXES, "gpu", "kind", "run_name")
 _ALL = (*(axis.name for axis in AXES), "gpu")
-_POINT = ("run_id", "run_name", "kind", "point_id", "label", "state", *_ALL)
+_POINT = ("run_id", "run_name", "kind", "point_id", "label", "state", "reason", *_ALL)
 _METRIC = ("run_id", "run_name", "origin", "source", "kind", "point_id", "label", *_ALL)
 _METRIC += ("metric", "unit", "value", "ci_low", "ci_high", "p10", "p90", "per_sequence")
 

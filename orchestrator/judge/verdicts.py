@@ -368,9 +368,11 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
     least = max(len(due), rule.min_points)
     states = ", ".join(rule.none_of) if not rule.but else "otherwise than they should"
+    states += f" by {rule.because}" if rule.because else ""
     reason = f"{len(bad)} of {len(points)} points ended {states}"
     if bad:
-        reason += ": " + "; ".join(f"{point['label']} ({point['state']})" for point in bad[:3])
+        why = [point["reason"] if rule.because else point["state"] for point in bad[:3]]
+        reason += ": " + "; ".join(f"{point['label']} ({each})" for point, each in zip(bad, why, strict=False))
     elif len(ended) < least:
         reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
     doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
@@ -391,7 +393,9 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
 
 def _is_bad(point: Row, rule: StatesRule) -> bool:
     expected = rule.but.get(point["implementation"])
-    return point["state"] != expected if expected else point["state"] in rule.none_of
+    if expected:
+        return point["state"] != expected
+    return point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
 
 
 def _query(rule: StatesRule, points: Sequence[Row]) -> str:
@@ -401,6 +405,7 @@ def _query(rule: StatesRule, points: Sequence[Row]) -> str:
         return f"({', '.join(map(quoted, texts))})"
 
     bad = f"state IN {among(rule.none_of)}"
+    bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
     for implementation, state in rule.but.items():
         bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {bad} END"
     return f"SELECT count(*) FROM v_points WHERE point_id IN {among(p['point_id'] for p in points)} AND {bad}"

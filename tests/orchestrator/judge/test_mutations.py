@@ -44,6 +44,7 @@ class Made:
     axes: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
     state: PointState = PointState.OK
+    reason: str | None = None
     gpu: str = H200
     card: dict[str, Any] = field(default_factory=dict)
     spread: float = 0.02
@@ -140,7 +141,12 @@ def records(run_id: str, job: Job) -> Iterable[Record]:
         environment = {"gpu": {"name": made.gpu, "power_limit_w": "700", "ecc": "1"} | made.card}
         ok = made.state is PointState.OK
         yield OutcomeRecord(
-            **point, attempt=1, state=made.state, metrics=metrics if ok else (), environment=environment
+            **point,
+            attempt=1,
+            state=made.state,
+            reason=made.reason,
+            metrics=metrics if ok else (),
+            environment=environment,
         )
     if job.state is not RunState.RUNNING:
         yield RunEndRecord(run_id=run_id, at=at + timedelta(minutes=9), state=job.state)
@@ -221,6 +227,11 @@ def a_smaller_sweep_is_wrong(jobs: dict[str, Job]) -> None:
     jobs["newer-scaling"] = replace(sweep, day=1)
 
 
+def wrong_at_size(jobs: dict[str, Job]) -> None:
+    point = jobs["scaling-m7c"].points[0]
+    point.state, point.reason = PointState.ERROR, "WrongResult: triton: output is off by 9.9e-01 of the oracle's"
+
+
 TABLE: dict[str, tuple[Mutation, str, Result]] = {
     # what happened: how the database differs, the rule that has to notice, its result
     "slower than dense at the plan's S": (change("train-speed", "triton", throughput=2e5), "trains-as-fast", NO_GO),
@@ -240,6 +251,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "a slice of the card": (points("train-speed", gpu="NVIDIA H200 MIG 1g.18gb"), "throughput", UNKNOWN),
     "wrong result": (change("scaling-m7c", "triton", oracle_error=2.0), "correctness", NO_GO),
     "right on small sizes only": (change("scaling-m7c", "triton", rows_error=2.0), "correct-at-size", NO_GO),
+    "refused as wrong at its size": (wrong_at_size, "no-wrong-result", NO_GO),
     "never checked at its size": (points("scaling-m7c", metrics={"oracle_error": 0.1}), "correct-at-size", UNKNOWN),
     "learns worse": (change("learns-m7c", "triton", heldout_loss=1.05), "learns", NO_GO),
     "too good beside dense": (change("learns-m7c", "triton", heldout_loss=0.5), "not-too-good", NO_GO),
@@ -322,7 +334,7 @@ def test_one_query_finds_each_figure_of_the_sentence(sqlite_store: Store) -> Non
     }
     assert answers(verdict) == (
         "not feasible: drill 9 (at most 0 points); not worth it at S=2,048: dense attention trains 1.25 times as fast; "
-        "right: held-out loss 1.000 times dense attention's; the plan takes 0.28 GPU-hours, $1.1; 1 of 27 rules rest "
+        "right: held-out loss 1.000 times dense attention's; the plan takes 0.28 GPU-hours, $1.1; 1 of 28 rules rest "
         "on transferred evidence. NSA pays at all lengths measured, 2K to 2K"
     )
     assert found == {"GPU-hours": pytest.approx(50_000 * 4096 / 2e5 / 3600), "dollars": pytest.approx(1.08, abs=0.005)}

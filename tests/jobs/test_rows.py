@@ -1,0 +1,171 @@
+"""Implementations that pass the check before they are timed and are wrong in the timed call end with the reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from travelling import CPU, H200, HEADS, NSA, QUICK, measured, values_of
+
+from jobs.measure import check
+from jobs.measure.check import WrongResult
+from jobs.measure.operator import lowest_ms
+from jobs.scaling import Spec
+from nsa_core import nsa_attention
+from nsa_core.backends import chunked, gather
+
+LENGTH = 512  # longer than what is checked before
+Branch = Callable[..., torch.Tensor]
+
+
+def _case(implementation: str = "gather", **changes: Any) -> Any:
+    fields = {"implementations": [implementation], "shape": HEADS, "lengths": [LENGTH], "timing": QUICK}
+    fields |= {} if implementation == "dense" else {"nsa": NSA}
+    return Spec.model_validate({"kind": "scaling", "name": "t", "batch": 2} | fields | changes)
+
+
+def _impostor(monkeypatch: pytest.MonkeyPatch, change: Callable[[str, Branch], Branch]) -> None:
+    """Replace the backend "gather" by the chunked one, each part changed at lengths that are timed."""
+
+    def of(what: str) -> Branch:
+        real = getattr(chunked, what)
+        wrong = change(what, real)
+        return lambda q, *rest: wrong(q, *rest) if q.shape[1] == LENGTH else real(q, *rest)
+
+    for what in ("compressed", "selected", "window", "select"):
+        monkeypatch.setattr(gather, what, of(what))
+    check.check_attention.cache_clear()
+
+
+def right_for_short_sequences_only(what: str, real: Branch) -> Branch:
+    return real if what == "select" else lambda q, *rest: real(q, *rest) * 0
+
+
+def replays_its_first_result(what: str, real: Branch) -> Branch:
+    first: list[torch.Tensor] = []
+
+    def replay(*arguments: Any) -> torch.Tensor:
+        if what == "select":
+            return real(*arguments)
+        first[:] = first or [real(*arguments)]
+        return first[0]
+
+    return replay
+
+
+def works_after_it_has_returned(what: str, real: Branch) -> Branch:
+    def lazy(*arguments: Any) -> torch.Tensor:
+        if what != "window":
+            return real(*arguments)
+        result, later = real(*arguments), torch.zeros_like(arguments[0])
+
+        def fill() -> None:
+            time.sleep(0.3)
+            later.copy_(result)
+
+        threading.Thread(target=fill).start()
+        return later
+
+    return lazy
+
+
+def right_in_its_first_call_only(what: str, real: Branch) -> Branch:
+    calls = []
+
+    def tired(*arguments: Any) -> torch.Tensor:
+        calls.append(what)
+        return real(*arguments) * (1 if what == "select" or len(calls) < 2 else 0)
+
+    return tired
+
+
+def chooses_other_blocks(what: str, real: Branch) -> Branch:
+    return (lambda *arguments: real(*arguments).roll(1, 1)) if what == "select" else real
+
+
+@pytest.mark.parametrize(
+    ("impostor", "reason"),
+    [
+        (right_for_short_sequences_only, "output is off by"),
+        (replays_its_first_result, "output is off by"),
+        (works_after_it_has_returned, "output is off by"),
+        (right_in_its_first_call_only, "output is off by"),
+        (chooses_other_blocks, r"selects other blocks than float64 for \d+ of \d+ sampled rows at S=512"),
+    ],
+)
+def test_an_impostor_is_found_in_the_timed_call(
+    monkeypatch: pytest.MonkeyPatch, impostor: Callable[[str, Branch], Branch], reason: str
+) -> None:
+    _impostor(monkeypatch, impostor)
+    (point,) = _case(passes=["forward"]).points(CPU)
+    with pytest.raises(WrongResult, match=rf"^gather: {reason}"):
+        measured(point)
+
+
+def test_a_gradient_that_is_wrong_at_the_timed_length_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_way(what: str, real: Branch) -> Branch:
+        return (lambda q, *rest: real(q.detach(), *rest)) if what == "window" else real
+
+    _impostor(monkeypatch, one_way)
+    (point,) = _case(passes=["forward+backward"]).points(CPU)
+    with pytest.raises(WrongResult, match=r"^gather: gradient of q is off by"):
+        measured(point)
+
+
+def test_a_clock_that_is_replaced_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slowed clock of the process would make each time a thousandth."""
+    real = time.perf_counter
+
+    def slowed(what: str, part: Branch) -> Branch:
+        def slow(*arguments: Any) -> torch.Tensor:
+            start = real()
+            monkeypatch.setattr(time, "perf_counter", lambda: start + (real() - start) / 1000)
+            time.sleep(0.02)
+            return part(*arguments)
+
+        return slow
+
+    _impostor(monkeypatch, slowed)
+    (point,) = _case(passes=["forward"]).points(CPU)
+    assert values_of(measured(point))["time"] > 80
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["chunked", "dense"])
+def test_what_is_right_is_found_so_with_its_error(implementation: str, dtype: str) -> None:
+    for point in _case(implementation, dtype=dtype, lengths=[200]).points(CPU):
+        found = values_of(measured(point))
+        assert 0 < found["rows_error"] <= found["rows_error_bound"] <= check.CEILING[getattr(torch, dtype)]
+
+
+def test_float64_of_rows_alone_is_that_of_the_whole() -> None:
+    """With other queries than the row's own, and keys after it, left out."""
+    (point,) = _case("chunked", passes=["forward"]).points(CPU)
+    case = point.case.model_copy(update={"dtype": "float64"})
+    inputs = case.inputs()
+
+    def attend(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nsa_attention(x["q"], x["k"], x["v"], x["gates"].sigmoid(), case.model.nsa, backend="naive")
+
+    alone = attend({name: x[:, :101] if name in "kv" else x[:, 100:101] for name, x in inputs.items()})
+    torch.testing.assert_close(alone, attend(inputs)[:, 100:101], rtol=1e-12, atol=1e-13)
+
+
+def test_a_card_needs_a_least_time() -> None:
+    spec = Spec.model_validate(
+        {"kind": "scaling", "name": "t", "implementations": ["triton", "dense"], "dtype": "bfloat16", "batch": 1}
+        | {"shape": {"query_heads": 32, "kv_heads": 8, "head_dim": 128}, "lengths": [65536], "device": "cuda"}
+    )
+    least = {
+        (p.axes.implementation, p.axes.pass_): lowest_ms(p.case, 989.4e12, 4.8e12)  # pyright: ignore[reportArgumentType]
+        for p in spec.points(H200)
+    }
+    assert least["dense", "forward+backward"] == pytest.approx(
+        1000 * 3 * 4 * 32 * 128 * 65536**2 / 2 / 989.4e12, rel=0.01
+    )
+    assert 5 < least["triton", "forward+backward"] < 18.5, "42 ms are measured"
+    assert 3 * least["triton", "forward"] == pytest.approx(least["triton", "forward+backward"])
