@@ -30,6 +30,8 @@ _EXPONENTS = np.linspace(-1, 4, 2001)
 NORMAL_INTERVAL = 1.959963984540054
 """Standard errors from the middle to the end of a 95 % interval: the normal distribution's quantile of 0.975."""
 _OCTAVE = math.log2(1.9)  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
+_MIX_RANGE = 6  # lengths that a mix keeps if a shorter one that it misses is left out
+_OUTLIES = 0.6  # of the residual, if less is left without its shortest length: that has another law, as of a launch
 _COUNTS = 0.1  # share of the value from which on a part counts
 _FAR = 64  # times the longest length, up to which the quadratic part's take-over is looked for
 _FEW_OCTAVES = 3  # beyond, a slope spans more than one
@@ -156,8 +158,14 @@ def fit_growth(
     law = next(exact, None) or next(holding, None) or laws[-1]
     exactly = law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE
     law = law if law.overhead or exactly else _widened(law, x, y, noise)
-    mixes = ((kept, _mix(x[kept], y[kept], noise[kept])) for kept in (x >= first for first in distinct[:last]))
-    kept, mix = next(((kept, mix) for kept, mix in mixes if mix and mix.residual <= HOLDS), (x > 0, None))
+    kept, mix = x > 0, None
+    for first in distinct[:last]:
+        longer = x >= first
+        if (tried := _mix(x[longer], y[longer], noise[longer])) is None or tried.residual > HOLDS:
+            continue
+        if mix is not None and (len(tried.lengths) < _MIX_RANGE or tried.residual > _OUTLIES * mix.residual):
+            break
+        kept, mix = longer, tried
     if mix is None or not _refuses(mix, x[kept], y[kept], noise[kept]):
         return replace(law, mix=mix)
     own = {"lengths": mix.lengths, "n": int(kept.sum()), "overhead": mix.parts[0], "residual": mix.residual}
