@@ -59,9 +59,9 @@ def test_steps_are_merged_by_command_with_those_without_one_last():
     assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
     assert first.settles == ("correctness", "memory-exponent", "no-failures")
     commands = [step.command for step in decision.steps if step.command]
-    # On each card: sweep, size, matrix, learning, needles, training, estimate, capacity, soak, drill, bench; on two:
-    # ranks, and their soak.
-    assert len(commands) == len(set(commands)) == len(decision.steps) == 3 * (11 + 2)
+    # On each card: sweep, matrix, learning, needles, training, estimate, capacity, soak, drill, and the bench, which
+    # checks rows at its size; on two: ranks, and their soak.
+    assert len(commands) == len(set(commands)) == len(decision.steps) == 3 * (10 + 2)
     lacking = dataclasses.replace(first, command=None, lacking="a job")
     assert [step.command for step in merged([lacking, first, lacking])] == [first.command, None]
 
