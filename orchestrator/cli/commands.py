@@ -439,17 +439,22 @@ def gate(
     runs: Annotated[list[str] | None, typer.Option("--run", help="judge this run alone, or these")] = None,
     gates: Rules = None,
     why: Annotated[bool, typer.Option("--why", help="each rule with its evidence, and the figures' SQL")] = False,
+    check: Annotated[bool, typer.Option("--check", help="read the rules only: 2, and a line for each mistake")] = False,
 ) -> None:
     """Judge stored results on each machine asked. Exit 0: GO on all of them; 1: NO-GO on one; 3: UNKNOWN on one."""
     from orchestrator.cli import console
     from orchestrator.cli.lookup import find_runs
     from orchestrator.judge.decisions import decisions
-    from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
+    from orchestrator.judge.verdicts import evaluate, save_verdicts
     from orchestrator.report import summary
+    from orchestrator.run.gates import own_gates
     from orchestrator.store import Store, StoreError
 
     settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target).on(on)
+    rules = own_gates(gates or settings.gates).only(target).on(on)
+    if check:
+        say(f"{len(rules.targets)} targets with {sum(len(each.rules) for each in rules.targets)} rules: no mistake")
+        return
     with Store.open(settings.database, create=False, readonly=True) as store:
         verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
     if not (runs or gates or target or on):  # the standing rules on all stored results: shown by v_gate
@@ -469,10 +474,10 @@ def plan(
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
     from orchestrator.cli import console, submission
-    from orchestrator.judge.verdicts import load_gates
+    from orchestrator.run.gates import own_gates
 
     settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target)
+    rules = own_gates(gates or settings.gates).only(target)
     submission.check_commands(rules)
     console.plan(_decide(settings, rules))
 
@@ -485,11 +490,11 @@ def resolve(
 ) -> None:
     """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
     from orchestrator.cli import console, submission
-    from orchestrator.judge.verdicts import load_gates
     from orchestrator.report import summary
+    from orchestrator.run.gates import own_gates
 
     settings = load_settings()
-    rules = load_gates(gates or settings.gates).only(target)
+    rules = own_gates(gates or settings.gates).only(target)
     submission.check_commands(rules)
     submission.run_steps(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
     found = _decide(settings, rules)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from jobs.schema.axes import MORE
 
 _SLICE = " MIG "
+_ARCHITECTURES = {"A100": "sm80", "H100": "sm90", "H200": "sm90", "B200": "sm100"}
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
 
 
@@ -43,6 +44,9 @@ class Hardware(BaseModel):
     def _card_or_cpu(self) -> Self:
         if (self.gpus > 0) != (self.gpu is not None):
             raise ValueError("a machine with gpus has a gpu (a pattern of its name), and one without has none")
+        for card, architecture in _ARCHITECTURES.items():
+            if card in (self.gpu or "") and self.architecture not in (None, architecture):
+                raise ValueError(f"architecture: {self.architecture!r}: {self.gpu!r} is {architecture}; write that")
         return self
 
     def measured(self, row: Mapping[str, Any], *, whole: bool = False) -> bool:

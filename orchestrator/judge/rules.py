@@ -262,6 +262,12 @@ class RatioRule(_Bounded):
     every: bool = False
     min_points: int = Field(1, ge=1)
 
+    @model_validator(mode="after")
+    def _of_two(self) -> Self:
+        if self.numerator == self.denominator:
+            raise ValueError("denominator: is the numerator, so that the ratio is 1; give it another metric or where")
+        return self
+
 
 class StatesRule(_Rule):
     """Rule that no matching point is in one of the states `none_of`."""

@@ -26,9 +26,9 @@ from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
 from orchestrator.execute import requirements
-from orchestrator.judge.rules import load_gates
 from orchestrator.messages import GRACE_S, Conditions, Requirements
 from orchestrator.run import plan, resume
+from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
 from orchestrator.store import Store
 from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
@@ -98,7 +98,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
         check_url(settings.database)
     if settings:
         with noting():
-            load_gates(settings.gates)  # the verdict at the end must not fail on them
+            own_gates(settings.gates)  # the verdict at the end must not fail on them
     with noting():
         spec = load_spec(args.spec, args.set) if args.spec else None
         _check_uploaded(spec)
