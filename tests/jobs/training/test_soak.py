@@ -367,7 +367,8 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
 
 
 MIB = 2**20
-PLAN = SoakPlan(30, 10, 60, 65)
+PLAN = SoakPlan(45, 15, 60, 65)
+EVERY = 320  # steps of 0.2 s: a first checkpoint comes after the warm-up
 LEVEL, LOADED, FIRST_CHECKPOINT = (
     4200,
     400,
@@ -376,7 +377,7 @@ LEVEL, LOADED, FIRST_CHECKPOINT = (
 
 
 def _soaked(
-    plan: SoakPlan = PLAN, every: int = 100, step: float = 0, checkpoint: float = 0, process: float = 0
+    plan: SoakPlan = PLAN, every: int = EVERY, step: float = 0, checkpoint: float = 0, process: float = 0
 ) -> SoakHistory:
     """A soak at 5 steps/s, as its watch sees it, with leaks of so many MiB a step, a checkpoint, a process."""
     history, number = SoakHistory(), 0
@@ -413,8 +414,8 @@ def test_what_a_process_and_its_first_checkpoint_take_is_no_growth() -> None:
     ("leak", "mib_by_1000_steps"),
     [
         ({"step": 1.0}, 1000),
-        ({"checkpoint": 50.0}, 500),
-        ({"process": 400.0}, 400 / 3),  # of 3,000 steps
+        ({"checkpoint": 50.0}, 50_000 / EVERY),
+        ({"process": 400.0}, 400 / 4.5),  # of 4,500 steps
     ],
     ids=str,
 )
@@ -427,7 +428,7 @@ def test_leaks_are_found(leak: dict[str, float], mib_by_1000_steps: float) -> No
     assert growth["host_growth"] == pytest.approx(18 * mib_by_1000_steps, rel=0.05), "18,000 steps an hour"
 
 
-@pytest.mark.parametrize(("plan", "every"), [(PLAN, 1000), (SoakPlan(30, 15, 60, 65), 100)])
+@pytest.mark.parametrize(("plan", "every"), [(PLAN, 1000), (SoakPlan(30, 15, 60, 65), EVERY)])
 def test_without_checkpoints_and_processes_enough_no_growth_is_claimed(plan: SoakPlan, every: int) -> None:
     assert _growth_of(_soaked(plan, every), plan=plan) == {}
 
