@@ -323,9 +323,11 @@ def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, fol
     page.get_by_role("tab", name="Logs and artifacts").click()
     page.wait_for_url("**part=**")  # the page is drawn again, and a click on a button of before would be lost
     settled(page, label)
-    chosen = page.get_by_test_id("stSelectbox")
-    chosen.locator("input").click()
-    page.get_by_role("option", name=name).click()
+    box, option = page.get_by_test_id("stSelectbox").locator("input"), page.get_by_role("option", name=name)
+    while not option.is_visible():  # a late redraw closes the list
+        box.fill("trace.with")
+        page.wait_for_timeout(500)
+    option.click()
     expect(page.get_by_text(f"/0000/1/{name}")).to_be_visible()
     with page.expect_download() as download:
         page.get_by_test_id("stDownloadButton").get_by_role("button").click()
