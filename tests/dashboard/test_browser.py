@@ -325,8 +325,8 @@ def test_a_file_of_a_point_is_downloaded_as_it_was(page: Page, address: str, fol
     settled(page, label)
     box, option = page.get_by_test_id("stSelectbox").locator("input"), page.get_by_role("option", name=name)
     while not option.is_visible():  # a late redraw closes the list
-        box.fill("trace.with")
-        page.wait_for_timeout(500)
+        box.click()
+        page.wait_for_timeout(2000)
     option.click()
     expect(page.get_by_text(f"/0000/1/{name}")).to_be_visible()
     with page.expect_download() as download:
