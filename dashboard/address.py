@@ -1,4 +1,4 @@
-"""What a page keeps in its address, so that a reload, a copied link and the browser's way back show the same.
+"""Values that a page keeps in its address, so that a reload, a copied link and the browser's way back show the same.
 
 Streamlit's own `bind="query-params"` serves where options are written as they are. It writes what an option is shown
 as, and keeps a value when the default changes: the filters of the Scaling page do neither.

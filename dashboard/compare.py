@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, help_pages, parts
-from jobs.schema.quantities import Quantity
+from jobs.schema.quantities import Better, Quantity
 from jobs.schema.states import Origin
 from orchestrator.report.compare import Change, Compared, Comparison, Side, coordinates, summary, word
 
@@ -49,8 +49,9 @@ def _result(comparison: Comparison) -> None:
         return
     st.subheader(f":{_COLORS[worst]}[:material/{_ICONS[worst]}:] {parts.plain(summary(comparison))}")
     rows = pd.DataFrame([_row(cell, quantity) for cell in cells])
-    if any(not math.isnan(cell.ratio) for cell in cells):
-        st.altair_chart(_heat(rows), alt="Ratio of each cell, after divided by before")
+    # Cells that differ in batch or dtype alone would lie on one another.
+    if any(not math.isnan(cell.ratio) for cell in cells) and not rows.duplicated(["where", "S"]).any():
+        st.altair_chart(_heat(rows, quantity.better), alt="Ratio of each cell, after divided by before")
     st.dataframe(
         rows.drop(columns=["where", "label"]),
         hide_index=True,
@@ -82,15 +83,16 @@ def _row(cell: Compared, quantity: Quantity) -> dict[str, object]:
     }
 
 
-def _heat(rows: pd.DataFrame) -> alt.LayerChart | alt.FacetChart:
-    """Cells by implementation, pass and shape, and by length; red is more, green less."""
+def _heat(rows: pd.DataFrame, better: Better | None) -> alt.LayerChart | alt.FacetChart:
+    """Cells by implementation, pass and shape, and by length; red is worse, green better."""
     lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
     base = alt.Chart(rows).encode(
         x=alt.X("S:N", sort=lengths, axis=alt.Axis(labelAngle=0, orient="top", title="S")),
         y=alt.Y("where:N", title=None, axis=alt.Axis(labelLimit=400)),
         tooltip=["where", "S", "batch", "before", "after", "ratio", "result"],
     )
-    scale = alt.Scale(scheme="redyellowgreen", domain=[1 + _WIDEST, 1 - _WIDEST], clamp=True)
+    worst = -_WIDEST if better is Better.HIGHER else _WIDEST
+    scale = alt.Scale(scheme="redyellowgreen", domain=[1 + worst, 1 - worst], clamp=True)
     squares = base.mark_rect().encode(color=alt.Color("ratio:Q", scale=scale, legend=None))
     height = 28 * rows["where"].nunique()
     return alt.layer(squares, base.mark_text(color="black").encode(text="label:N")).properties(height=height)

@@ -1,4 +1,4 @@
-"""What installed distributions offer in an entry point group: implementations; to packages above, kinds and peers."""
+"""Offers of installed distributions by entry point group: implementations; to packages above, kinds and peers."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Child:
         return self._process.returncode
 
     def _orphans(self) -> list[psutil.Process]:
-        """What it started, by the folder of temporary files: daemons of a process that has died are in no tree."""
+        """Processes that have its folder of temporary files: daemons of a process that has died are in no tree."""
         own = {"TMPDIR": str(self.temporary)}.items()
         return [p for p in psutil.process_iter(["environ"]) if own <= (p.info["environ"] or {}).items()]
 

@@ -53,12 +53,13 @@ def _usable(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
-        return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+        own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+        return own and os.access(folder, os.W_OK)  # a home may be mounted read-only
     return False
 
 
 def lost_file(err: BaseException) -> str | None:
-    """What to do about an exception of a cache on a network file system; None for any other."""
+    """Fix for an exception of a cache on a network file system; None for any other."""
     cause: BaseException | None = err
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EBUSY, errno.ESTALE):

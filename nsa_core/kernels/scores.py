@@ -187,7 +187,7 @@ def select(q: Tensor, k_cmp: Tensor, lse: Tensor, call: Call, skip: int = 0) -> 
     (batch, rows, _, _), kv_heads, config, offset = q.shape, k_cmp.shape[2], call.config, call.offset
     blocks = config.slc_blocks(call.longest or offset + rows)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
-    # Of packed sequences chunks are counted in tiles, some of which are empty.
+    # Packed sequences count chunks in tiles, some of which are empty.
     tile = _importance_tile(q).rows if call.packed else 1
     begin, end = (0, call.tiles(rows, tile, 1)) if call.packed else (skip, rows)
     of_row = batch * kv_heads * 16 * ceil_div(blocks, 16)

@@ -230,7 +230,7 @@ class NodeAgents:
 
 @dataclass
 class RankProgress:
-    """What the ranks have reported, by rank."""
+    """Reports of the ranks, by rank."""
 
     ranks: int
     placed: dict[int, Placed] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from orchestrator.report.table import Table
 from orchestrator.store import Store, queries
 
 FALSE_DISCOVERIES = 0.01
-_FEWEST = 6  # samples of a side: fewer have no p-value below 0.01
+_FEWEST = 6  # samples of a side: fewer prove no difference over several cells
 _MOST = 200  # samples of a side whose quotients are all taken
 _Z = 1.96
 _VALUE = 60  # characters of a value that differs
@@ -188,7 +188,7 @@ def _some(samples: Samples) -> Samples:
 
 
 def _measured(store: Store, side: Side, metric: str) -> dict[Cell, Measured]:
-    """What a side measured of each cell; of several runs the newest."""
+    """Cells of a side as it measured them; of several runs the newest counts."""
     cells: dict[Cell, Measured] = {}
     for run_id in sorted(side.run_ids):
         cells |= _cells(store, run_id, metric)
@@ -239,7 +239,7 @@ def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> di
 
 
 def _differences(store: Store, cells: Sequence[Compared]) -> dict[str, tuple[str, str]]:
-    """What differs between the specs and the environments of the first cell's points."""
+    """Values that differ between the specs and the environments of the first cell's points, by name."""
     if not cells:
         return {}
     one, two = (_surroundings(store, side.point_id) for side in (cells[0].first, cells[0].other))
@@ -302,14 +302,11 @@ def summary(comparison: Comparison) -> str:
     for change in Change:
         if number := sum(cell.change is change for cell in cells):
             parts.append(f"{number} {word(change, comparison.quantity)}")
-    means = []
-    for name in sorted({dict(each.cell).get("implementation", "") for each in cells}):
-        logs = [
-            math.log(each.ratio)
-            for each in cells
-            if dict(each.cell).get("implementation", "") == name and each.ratio > 0
-        ]
-        means += [f"{name} {math.exp(sum(logs) / len(logs)):.3f}"] if logs else []
+    logs: dict[str, list[float]] = defaultdict(list)
+    for each in cells:
+        if not math.isnan(each.ratio):
+            logs[dict(each.cell).get("implementation", "")].append(math.log(each.ratio))
+    means = [f"{name} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
     lacking = [f"{name} lacks {number} cells" for name, number in comparison.missing.items() if number]
-    text = f"{len(cells)} cells: {', '.join(parts) or 'none in common'}"
-    return "; ".join([text, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])
+    counts = f"{len(cells)} cells: {', '.join(parts) or 'none in common'}"
+    return "; ".join([counts, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])

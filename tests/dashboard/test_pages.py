@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import streamlit as st
 from dashboard_pages import check, markdown, show, text
 from example_databases import small_sweep, sweep
 from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
+from streamlit.testing.v1 import AppTest
 
 from dashboard import data
 from jobs.schema.states import PointState, RunState
@@ -230,4 +232,11 @@ def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str)
     app = show("compare", metric="time")
     assert [box.value for box in app.selectbox] == [RUN, "20261122-100000-demo-ef56", "time"]
     assert "2 cells: 2 ambiguous" in text(app)
-    assert len(app.get("vega_lite_chart")) == 1
+    assert _domain(app) == [1.1, 0.9], "of time, more is red"
+    assert _domain(show("compare", metric="throughput")) == [0.9, 1.1]
+
+
+def _domain(app: AppTest) -> list[float]:
+    """Ratios with the full colours on the page's only chart, red first."""
+    [chart] = app.get("vega_lite_chart")
+    return json.loads(chart.proto.spec)["layer"][0]["encoding"]["color"]["scale"]["domain"]
