@@ -88,13 +88,13 @@ def _heat(rows: pd.DataFrame, better: Better | None) -> alt.LayerChart | alt.Fac
     lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
     base = alt.Chart(rows).encode(
         x=alt.X("S:N", sort=lengths, axis=alt.Axis(labelAngle=0, orient="top", title="S")),
-        y=alt.Y("where:N", title=None, axis=alt.Axis(labelLimit=400)),
+        y=alt.Y("where:N", title=None, axis=alt.Axis(labelLimit=400, labelOverlap=False)),
         tooltip=["where", "S", "batch", "before", "after", "ratio", "result"],
     )
     worst = -_WIDEST if better is Better.HIGHER else _WIDEST
     scale = alt.Scale(scheme="redyellowgreen", domain=[1 + worst, 1 - worst], clamp=True)
     squares = base.mark_rect().encode(color=alt.Color("ratio:Q", scale=scale, legend=None))
-    height = 28 * rows["where"].nunique()
+    height = 60 + 28 * rows["where"].nunique()  # its axis included
     return alt.layer(squares, base.mark_text(color="black").encode(text="label:N")).properties(height=height)
 
 
