@@ -46,6 +46,7 @@ class GpuSampler:
     def __init__(self, gpu: str) -> None:
         self._gpu = gpu
         self._device = nvml.handle(gpu)
+        self._throttles = nvml.throttles(self._device)
         self._looked: float | None = None
         self._power: tuple[float, float] | None = None  # time at which it was last known, and watts
 
@@ -75,7 +76,7 @@ class GpuSampler:
             celsius=nvml.ask(lambda: pynvml.nvmlDeviceGetTemperature(self._device, pynvml.NVML_TEMPERATURE_GPU)),
             throttle=throttle,
             pids=None if pids is None else tuple(pids),
-            throttled=None if throttle is None else float(bool(throttle & sum(nvml.THROTTLES))),
+            throttled=None if throttle is None else float(bool(throttle & self._throttles)),
             processes=None if pids is None else len(pids),
             joules=joules,
             weight=weight,

@@ -18,13 +18,23 @@ _LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also whe
 _BRANCHES = ((580, 13), (525, 12), (450, 11))
 
 # Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
+POWER_CAP = 0x4
 THROTTLES = {
-    0x4: "software power cap",
+    POWER_CAP: "software power cap",
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+
+
+def throttles(device: Any) -> int:
+    """Mask of the reasons that slow a GPU against its will. At its own limit of power a busy card is as fast as it is
+    made to be (an H200 in training, at 690 of 700 W): that is no throttle unless someone lowered the limit."""
+    limit = ask(lambda: pynvml.nvmlDeviceGetPowerManagementLimit(device))
+    usual = ask(lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device))
+    capped = limit is None or usual is None or limit < usual
+    return sum(THROTTLES) - (0 if capped else POWER_CAP)
 
 
 class NvmlError(RuntimeError):

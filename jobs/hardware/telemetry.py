@@ -197,7 +197,7 @@ def _throttles(samples: Sequence[Sample]) -> str:
     """The share of the time with a throttle, and the reasons, in words."""
     reasons = [name for bit, name in nvml.THROTTLES.items() if any((s.throttle or 0) & bit for s in samples)]
     share = mean_over(samples, lambda s: s.throttled) or 0.0
-    return f"{100 * share:.3g} % of the looks: {', '.join(reasons)}" if reasons else "never"
+    return f"{100 * share:.3g} % of the looks; clocks held by: {', '.join(reasons)}" if reasons else "never"
 
 
 def _text(samples: Sequence[Sample], problem: str | None) -> str:

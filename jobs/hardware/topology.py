@@ -154,7 +154,7 @@ def _gpu(place: str, device: Any) -> Gpu:
         memory_mib=None if memory is None else int(memory.total) / 2**20,
         used_mib=None if memory is None else int(memory.used) / 2**20,
         utilization=nvml.ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
-        throttled=bool(reasons & sum(nvml.THROTTLES)),
+        throttled=bool(reasons & nvml.throttles(device)),
         processes=None if pids is None else tuple(pids),
     )
 

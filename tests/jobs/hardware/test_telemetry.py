@@ -71,6 +71,19 @@ def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) ->
     assert "3 7" in summary.text
 
 
+@pytest.mark.parametrize(("limit", "throttled"), [(700_000, 0), (500_000, 100)])
+def test_a_card_at_its_own_limit_of_power_is_not_throttled(
+    driver: None, monkeypatch: pytest.MonkeyPatch, limit: int, throttled: float
+) -> None:
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementLimit", lambda _: limit)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", lambda _: 700_000)
+    telemetry = Telemetry(["0"], period_s=0.01)
+    telemetry.start()
+    wait_for(lambda: len(telemetry.samples) >= 2, 20)
+    found = {metric.name: metric.value for metric in telemetry.stop().metrics}
+    assert found["gpu_throttled"] == throttled
+
+
 def test_without_a_gpu_or_a_driver_the_reason_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Telemetry([])
     idle.start()
