@@ -6,27 +6,36 @@ warns, and only on a host that has a driver.
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
+
+import pynvml
 
 from jobs.hardware import nvml
-from jobs.hardware.nvml import Driver
 
+_LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also where no NVML library is installed
+# First driver branch that runs programs built for a major version of CUDA, newest first, and PyTorch 2.11 to 2.13's
+# build for it (docs.nvidia.com/deploy/cuda-compatibility; the support matrix in PyTorch's RELEASE.md).
+_BRANCHES = ((580, 13, "cu130"), (525, 12, "cu126 (on a Blackwell card: cu128 of PyTorch 2.11)"), (450, 11, None))
 _HOW = "pytorch.org/get-started has the command; run it with this environment's pip"
 _UPDATE = "update the driver to 580 or newer"
-# Builds of PyTorch 2.11 to 2.13 by the major version of CUDA that the driver must support, newest first. cu126 has no
-# kernels for Blackwell (the support matrix in PyTorch's RELEASE.md).
-_BUILDS = ((13, "cu130"), (12, "cu126 (on a Blackwell card: cu128 of PyTorch 2.11)"))
 _NO_GPU = "PyTorch sees no CUDA device here; run this on a GPU host, with its driver and a PyTorch for CUDA"
 
 
 @dataclass(frozen=True)
-class Build:
-    """The installed PyTorch: its version, and the CUDA version that it was built for (None: for the CPU alone)."""
+class Driver:
+    """The NVIDIA driver of this host."""
 
-    version: str
-    cuda: str | None
+    version: str  # as NVIDIA numbers it, "535.183.01"
+    cuda: str  # newest version of CUDA that it runs, "12.2", or "12.x" if the driver's branch alone tells
+
+    @property
+    def major(self) -> int:
+        """Newest major version of CUDA whose programs it runs, in any minor version."""
+        return int(self.cuda.split(".")[0])
 
 
 @dataclass(frozen=True)
@@ -40,25 +49,47 @@ class Misfit:
         return f"{self.problem}; {self.fix}"
 
 
-def misfit(build: Build, driver: Driver | None) -> Misfit | None:
-    """Reason why the build cannot run on the driver; None if it can, or if there is no driver (None).
+def installed_driver() -> Driver | None:
+    """The NVIDIA driver of this host, asked without PyTorch; None if none is loaded."""
+    cuda = None
+    try:
+        with nvml.session():
+            version = str(pynvml.nvmlSystemGetDriverVersion())
+            cuda = nvml.ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)  # None: no CUDA library beside the driver
+    except (nvml.NvmlError, pynvml.NVMLError):
+        text = _LOADED.read_text() if _LOADED.exists() else ""
+        found = re.search(r"NVRM version:.*?\s(\d+(\.\d+)+)\s", text)
+        if found is None:
+            return None
+        version = found[1]
+    if cuda is not None:
+        return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}")
+    branch = int(version.split(".")[0])
+    return Driver(version, next((f"{major}.x" for first, major, _ in _BRANCHES if branch >= first), "10.x"))
 
-    A driver runs programs built for its own major version of CUDA and for older ones, in any minor version: CUDA 12
-    needs a driver of 525 or newer, CUDA 13 one of 580 (docs.nvidia.com/deploy/cuda-compatibility).
+
+def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | None:
+    """Reason why a PyTorch cannot run on the driver; None if it can, or if there is no driver (None).
+
+    A driver runs programs built for its own major version of CUDA and for older ones, in any minor version.
+
+    Args:
+        pytorch: its version.
+        cuda: the version of CUDA that it was built for; None: for the CPU alone.
     """
-    if driver is None or (build.cuda is not None and int(build.cuda.split(".")[0]) <= driver.major):
+    if driver is None or (cuda is not None and int(cuda.split(".")[0]) <= driver.major):
         return None
-    fitting = next((name for major, name in _BUILDS if major <= driver.major), None)
-    if build.cuda is None:
-        problem = f"the installed PyTorch {build.version} is built without CUDA, the host has an NVIDIA driver"
+    if cuda is None:
+        problem = f"the installed PyTorch {pytorch} is built without CUDA, the host has an NVIDIA driver"
         problem += f" ({driver.version}, CUDA {driver.cuda})"
     else:
         problem = f"the NVIDIA driver {driver.version} supports CUDA {driver.cuda}, "
-        problem += f"the installed PyTorch {build.version} is built for CUDA {build.cuda}"
+        problem += f"the installed PyTorch {pytorch} is built for CUDA {cuda}"
+    fitting = next((build for _, major, build in _BRANCHES if build and major <= driver.major), None)
     if fitting is None:
         return Misfit(problem, _UPDATE)
     install = f"install PyTorch's build {fitting}: {_HOW}"
-    return Misfit(problem, install if build.cuda is None else f"{install}; or {_UPDATE}")
+    return Misfit(problem, install if cuda is None else f"{install}; or {_UPDATE}")
 
 
 def misfit_here() -> Misfit | None:
@@ -72,7 +103,7 @@ def misfit_here() -> Misfit | None:
     with warnings.catch_warnings(action="ignore"):  # PyTorch's own warning of an old driver names no build
         if torch.cuda.is_available():
             return None
-    return misfit(Build(str(torch.__version__), torch.version.cuda), nvml.driver())
+    return misfit(str(torch.__version__), torch.version.cuda, installed_driver())
 
 
 def main(arguments: list[str]) -> str | None:
@@ -83,16 +114,13 @@ def main(arguments: list[str]) -> str | None:
 
         found = misfit_here()
     except (ImportError, OSError) as err:
-        return (
-            None if warn else f"error: device: PyTorch does not load here ({str(err).partition(chr(10))[0]}); make env"
-        )
+        reason = str(err).partition("\n")[0]
+        return None if warn else f"error: device: PyTorch does not load here ({reason}); make env"
     if warn:
         if found:
             print(f"warning: device: {found}", file=sys.stderr)
         return None
-    if found is None and torch.cuda.is_available():
-        return None
-    return f"error: device: {found or _NO_GPU}"
+    return None if torch.cuda.is_available() else f"error: device: {found or _NO_GPU}"
 
 
 if __name__ == "__main__":

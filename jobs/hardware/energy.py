@@ -16,16 +16,10 @@ LEAST_S = 2.0
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of one GPU over work.
+    """Energy of one GPU over work."""
 
-    Attributes:
-        joules: of the whole card, whoever uses it.
-        work: units of work done meanwhile.
-        seconds: duration.
-    """
-
-    joules: float
-    work: int
+    joules: float  # of the whole card, whoever uses it
+    work: int  # units of work done meanwhile
     seconds: float
 
 
@@ -65,9 +59,9 @@ class EnergyMeter:
         joules = self._counter()
         if joules is None or joules < before:  # the driver was loaded anew
             self._gpu, self._sum = None, Energy(0.0, 0, 0.0)
-            return
-        seconds = self._sum.seconds + time.perf_counter() - since
-        self._sum = Energy(self._sum.joules + joules - before, self._sum.work + work, seconds)
+        else:
+            seconds = self._sum.seconds + time.perf_counter() - since
+            self._sum = Energy(self._sum.joules + joules - before, self._sum.work + work, seconds)
 
     @property
     def energy(self) -> Energy | None:
@@ -75,12 +69,11 @@ class EnergyMeter:
         return self._sum if self._sum.work and self._sum.seconds >= LEAST_S else None
 
     def _counter(self) -> float | None:
-        """Joules since the driver was loaded; None if the card or the driver tells none."""
-        if self._gpu is None:
-            return None
-        try:
-            with nvml.session():
-                return pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml.handle(self._gpu)) / 1000
-        except (nvml.NvmlError, pynvml.NVMLError):
-            self._gpu = None
+        """Joules since the driver was loaded; None if the card or the driver reports none."""
+        if self._gpu is not None:
+            try:
+                with nvml.session():
+                    return pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml.handle(self._gpu)) / 1000
+            except (nvml.NvmlError, pynvml.NVMLError):
+                self._gpu = None
         return None

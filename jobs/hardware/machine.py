@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import platform
 import runpy
-from collections.abc import Mapping
-from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -34,12 +32,21 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
         ModuleNotFoundError: there is no PyTorch here.
         ValueError: `device` is "cuda" and no GPU is visible here.
     """
-    build = _pytorch_build()
-    gpu = device != "cpu" and _gpu_is_visible()
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    build = runpy.run_path(str(Path(spec.submodule_search_locations[0], "version.py")))  # the names of torch.version
+    for_gpus = build["cuda"] is not None or build["hip"] is not None
+    gpu = device != "cpu" and for_gpus and _gpu_is_visible()
     if device == "cuda" and not gpu:
         raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
     versions = {"python": platform.python_version(), "torch": build["__version__"]}
-    if triton := _triton_version():
+    triton = None
+    if find_spec("triton") is not None and not (triton := installed("triton")):  # a build of another name
+        from nsa_core.backends import triton_version
+
+        triton = triton_version()
+    if triton:
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)
@@ -54,34 +61,10 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
 
 
-@cache
-def _pytorch_build() -> Mapping[str, Any]:
-    """The names of torch.version (`__version__`, `cuda`, `hip`), from its file."""
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    return runpy.run_path(str(Path(spec.submodule_search_locations[0], "version.py")))
-
-
 def _gpu_is_visible() -> bool:
-    """Whether PyTorch finds a GPU. A build for CPUs alone is not asked."""
-    build = _pytorch_build()
-    if build["cuda"] is None and build["hip"] is None:
-        return False
     import torch
 
     return torch.cuda.is_available()
-
-
-def _triton_version() -> str | None:
-    """Version of the installed Triton; None without one. A build of another name is looked for with PyTorch's help."""
-    if find_spec("triton") is None:
-        return None
-    if version := installed("triton"):
-        return version
-    from nsa_core.backends import triton_version
-
-    return triton_version()
 
 
 def _card() -> dict[str, str]:

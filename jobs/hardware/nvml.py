@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pynvml
-
-_LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also where no NVML library is installed
-# First driver branch that runs programs built for a major version of CUDA, newest first (docs.nvidia.com/deploy/
-# cuda-compatibility, "minor version compatibility").
-_BRANCHES = ((580, 13), (525, 12), (450, 11))
 
 # Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
 POWER_CAP = 0x4
@@ -39,45 +31,6 @@ def throttles(device: Any) -> int:
 
 class NvmlError(RuntimeError):
     """NVML cannot answer: no driver, no such card, or no permission; the message says which."""
-
-
-@dataclass(frozen=True)
-class Driver:
-    """The NVIDIA driver of this host.
-
-    Attributes:
-        version: as NVIDIA numbers it, "535.183.01".
-        cuda: newest version of CUDA that it runs, "12.2", or "12.x" if the driver's branch alone tells.
-    """
-
-    version: str
-    cuda: str
-
-    @property
-    def major(self) -> int:
-        """Newest major version of CUDA whose programs it runs, in any minor version."""
-        return int(self.cuda.split(".")[0])
-
-
-def driver() -> Driver | None:
-    """The NVIDIA driver of this host, asked without PyTorch; None if none is loaded."""
-    try:
-        with session():
-            version = str(pynvml.nvmlSystemGetDriverVersion())
-            cuda = ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)  # None: no CUDA library beside the driver
-            return Driver(version, _cuda_of(version) if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}")
-    except (NvmlError, pynvml.NVMLError):
-        pass
-    try:
-        found = re.search(r"NVRM version:.*?\s(\d+(\.\d+)+)\s", _LOADED.read_text())
-    except OSError:
-        return None
-    return Driver(found[1], _cuda_of(found[1])) if found else None
-
-
-def _cuda_of(version: str) -> str:
-    branch = int(version.split(".")[0])
-    return next((f"{major}.x" for first, major in _BRANCHES if branch >= first), "10.x")
 
 
 @contextmanager
@@ -123,36 +76,27 @@ def visible_gpus() -> list[str]:
         return []
 
 
-class UtilizationMeter:
-    """Utilisation of one GPU whenever it is asked for. NVML stays open with the process: opening it takes long."""
+def utilization_meter(gpu_id: str | None) -> Callable[[], float | None]:
+    """Function that gives the share of the driver's last interval in which a kernel ran on a GPU [%]; None: unknown.
 
-    def __init__(self, gpu_id: str | None) -> None:
-        self._device: Any = None
-        if gpu_id is None:
-            return
-        try:
+    NVML stays open with the process: opening it takes long.
+    """
+    try:
+        if gpu_id is not None:
             pynvml.nvmlInit()
-            self._device = handle(gpu_id)
-        except (NvmlError, pynvml.NVMLError):
-            pass  # `now` tells so
-
-    def now(self) -> float | None:
-        """Share of the driver's last interval in which a kernel ran [%]; None if NVML does not tell."""
-        return None if self._device is None else ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._device).gpu)
+            device = handle(gpu_id)
+            return lambda: ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
+    except (NvmlError, pynvml.NVMLError):
+        pass
+    return lambda: None
 
 
-def processes(gpu_ids: Sequence[str]) -> dict[str, list[int]]:
-    """Ids of the processes with a compute context on each GPU; in a container, the host's ids.
+def compute_pids(device: Any) -> list[int]:
+    """Ids of the processes with a compute context on the device of this handle; in a container, the host's ids.
 
     Raises:
         NvmlError: NVML cannot list them.
     """
-    with session():
-        return {gpu: compute_pids(handle(gpu)) for gpu in gpu_ids}
-
-
-def compute_pids(device: Any) -> list[int]:
-    """Ids of the processes with a compute context on the device of this handle. Raises NvmlError."""
     try:
         return sorted(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(device))
     except pynvml.NVMLError as err:

@@ -22,11 +22,8 @@ SLOPE_INTERVAL = "95 % interval by Student's t, readings thinned by their lag-1 
 def summarize(quantity: Quantity, samples: Sequence[float], method: str = "") -> Metric:
     """Metric of a quantity: the median of `samples`, with p10, p90 and a 95 % bootstrap interval of the median.
 
-    The bootstrap is seeded: the same samples give the same interval. Of fewer than six samples it would be their range,
-    so that there is none.
-
-    Raises:
-        ValueError: there is no sample.
+    The bootstrap is seeded: the same samples give the same interval. Of fewer than six samples there is none: it would
+    be their range. Raises ValueError without a sample.
     """
     if not samples:
         raise ValueError(f"{quantity.name}: no sample was taken")

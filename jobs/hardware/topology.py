@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,7 @@ import pynvml
 from jobs.hardware import nvml
 from jobs.hardware.machine import cpu_name, host_memory
 
-_NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
-_NODE = re.compile(r"node(\d+)")
 
 NVLINK = "NVLink"
 # Nearest common ancestor of two GPUs (NVML, nvmlGpuTopologyLevel_t), named as by `nvidia-smi topo`.
@@ -29,47 +26,31 @@ _ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this host.
-
-    Attributes:
-        numa: its NUMA node; None if unknown.
-        memory_mib, used_mib: memory of the card, and in use by all processes; None if NVML does not tell.
-        utilization: [%], of NVML's last interval; None if NVML does not tell.
-        throttled: whether its clock is lowered against its will.
-        processes: those with a compute context, as NVML numbers them; None if NVML cannot list them.
-    """
+    """A GPU of this host; None for what NVML does not report."""
 
     id: str
     name: str
     uuid: str
-    numa: int | None = None
-    memory_mib: float | None = None
-    used_mib: float | None = None
-    utilization: float | None = None
-    throttled: bool = False
-    processes: tuple[int, ...] | None = None
+    numa: int | None = None  # its NUMA node
+    memory_mib: float | None = None  # of the card
+    used_mib: float | None = None  # by all processes
+    utilization: float | None = None  # [%], of NVML's last interval
+    throttled: bool = False  # whether its clock is lowered against its will
+    processes: tuple[int, ...] | None = None  # those with a compute context, as NVML numbers them
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A host as one of its processes finds it.
-
-    Attributes:
-        cores: cores that the process may run on, as ranges.
-        numa: cores of each NUMA node, as ranges.
-        memory_mib: memory that a process may still allocate.
-        gpus: visible GPUs; empty without NVML, whose `problem` says why.
-        links: way between two GPUs, by their UUIDs: NVLINK, or their nearest common ancestor ("PHB").
-    """
+    """A host as one of its processes finds it."""
 
     host: str
     cpu: str
-    cores: str
-    numa: Mapping[int, str]
-    memory_mib: float
+    cores: str  # that the process may run on, as ranges
+    numa: Mapping[int, str]  # cores of each NUMA node, as ranges
+    memory_mib: float  # that a process may still allocate
     driver: str | None = None
-    gpus: tuple[Gpu, ...] = ()
-    links: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()  # the visible ones; empty without NVML, whose `problem` says why
+    links: Mapping[tuple[str, str], str] = field(default_factory=dict)  # by two UUIDs: NVLINK, or as `nvidia-smi topo`
     problem: str | None = None
 
     def placement(self) -> dict[str, Any]:
@@ -89,11 +70,12 @@ def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
     Args:
         gpu_ids: NVML's ids of the GPUs to look at; None: all that this process sees.
     """
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "cpu": cpu_name(),
         "cores": ranges(cores_of(os.getpid())),
-        "numa": _numa(),
+        "numa": {int(path.name[4:]): (path / "cpulist").read_text().strip() for path in nodes},
         "memory_mib": host_memory() / 2**20,
     }
     try:
@@ -128,46 +110,31 @@ def ranges(numbers: Collection[int]) -> str:
 
 def members(text: str) -> set[int]:
     """The numbers that `ranges` gave."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def _numa() -> dict[int, str]:
-    with contextlib.suppress(OSError):
-        nodes = [(int(match[1]), path) for path in _NODES.iterdir() if (match := _NODE.fullmatch(path.name))]
-        return {node: (path / "cpulist").read_text().strip() for node, path in sorted(nodes)}
-    return {}
+    bounds = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
 
 
 def _gpu(place: str, device: Any) -> Gpu:
     memory = nvml.ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device))
     reasons = nvml.ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
     pids = nvml.ask(lambda: nvml.compute_pids(device))
+    numa = None
+    with contextlib.suppress(OSError, ValueError, pynvml.NVMLError):
+        bus = pynvml.nvmlDeviceGetPciInfo(device).busId
+        domain, _, rest = (bus.decode() if isinstance(bus, bytes) else bus).lower().partition(":")
+        # NVML writes the domain with eight digits, Linux with four. -1: the host has no NUMA nodes.
+        numa = int((_PCI / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
     return Gpu(
         id=place,
         name=str(nvml.ask(lambda: pynvml.nvmlDeviceGetName(device)) or "unknown"),
         uuid=str(nvml.ask(lambda: pynvml.nvmlDeviceGetUUID(device)) or place),
-        numa=_node_of(nvml.ask(lambda: pynvml.nvmlDeviceGetPciInfo(device).busId)),
+        numa=None if numa is None or numa < 0 else numa,
         memory_mib=None if memory is None else int(memory.total) / 2**20,
         used_mib=None if memory is None else int(memory.used) / 2**20,
         utilization=nvml.ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
         throttled=bool(reasons & nvml.throttles(device)),
         processes=None if pids is None else tuple(pids),
     )
-
-
-def _node_of(bus: str | bytes | None) -> int | None:
-    """The NUMA node of a PCI device; None if unknown. NVML writes the domain with eight digits, Linux with four."""
-    if bus is None:
-        return None
-    domain, _, rest = (bus.decode() if isinstance(bus, bytes) else bus).lower().partition(":")
-    with contextlib.suppress(OSError, ValueError):
-        node = int((_PCI / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
-        return node if node >= 0 else None
-    return None
 
 
 def _link(one: Any, other: Any) -> str:

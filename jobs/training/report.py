@@ -89,7 +89,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     gpu = _gpu(device)
     watch = None
     if case.soak is not None:
-        watch = SoakWatch(case.soak, SoakHistory(), device, rank, beat, nvml.UtilizationMeter(gpu).now)
+        watch = SoakWatch(case.soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
     trainer = Trainer(case, corpus, device, rank, watch, notes)
     beat("check")
     settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from jobs.hardware.process_usage import PointUsage
+from jobs.hardware.process_usage import ProcessUsage
 from jobs.hardware.telemetry import Telemetry
 from jobs.process.messages import Samples
 from jobs.process.reporter import CHECKPOINT, interval
@@ -26,7 +26,7 @@ class LiveSeries:
         meter: the telemetry to read along; its readings are thinned as the measurement's samples are.
     """
 
-    def __init__(self, assignment: Assignment, meter: Telemetry | PointUsage) -> None:
+    def __init__(self, assignment: Assignment, meter: Telemetry | ProcessUsage) -> None:
         self._assignment = assignment
         self._meter = meter
         self._samples: dict[tuple[int, str, str], list[tuple[int, float, float]]] = defaultdict(list)
@@ -39,7 +39,7 @@ class LiveSeries:
 
     def follow(self, pids: Sequence[int]) -> None:
         """Read the usage of each of these processes, by rank, where the meter reads processes."""
-        if isinstance(self._meter, PointUsage):
+        if isinstance(self._meter, ProcessUsage):
             self._read_meter()
             self._meter.follow(pids)
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from jobs.hardware.gpu_samples import Sample, bounded
-from jobs.hardware.telemetry import summarise_samples
+from jobs.hardware.telemetry import Sample, summarise_samples
 from jobs.process import stacks
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
@@ -171,7 +170,7 @@ class NodeAgents:
 
     Attributes:
         actors: handles of NodeAgent, by node, while ranks run.
-        samples: samples of the GPUs of all ranks that have ended, merged if there are many; [] on CPUs.
+        samples: samples of the GPUs of all ranks that have ended; [] on CPUs.
     """
 
     def __init__(self, send: Callable[[Samples], None]) -> None:
@@ -224,7 +223,7 @@ class NodeAgents:
         questions = {node: agent.samples.remote() for node, agent in self.actors.items()}
         self.actors, self._questions = {}, []
         answered = answers(questions, ANSWER_S)
-        self.samples = bounded([*self.samples, *chain.from_iterable(answered.values())])
+        self.samples += chain.from_iterable(answered.values())
         return questions.keys() - answered.keys()
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 
 from jobs.hardware import nvml
-from jobs.hardware.gpu_samples import Sample
-from jobs.hardware.process_usage import ProcessUsage, descent
-from jobs.hardware.telemetry import Telemetry, stop_all
+from jobs.hardware.process_usage import ProcessUsage
+from jobs.hardware.telemetry import Sample, Telemetry, stop_all
 from jobs.process import stacks, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
@@ -93,7 +92,7 @@ class NodeAgent:
         self._ranks = ranks
         self._after = after
         self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
-        self._usage = {p.rank: ProcessUsage(descent(p.pid), cores) for p in ranks if p.gpu is None}
+        self._usage = {p.rank: ProcessUsage([p.pid], cores) for p in ranks if p.gpu is None}
         for telemetry in self._gpus.values():
             telemetry.start()
 

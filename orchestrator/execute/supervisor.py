@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jobs.hardware.process_usage import PointUsage
+from jobs.hardware.process_usage import ProcessUsage
 from jobs.hardware.telemetry import Telemetry
 from jobs.process import post_mortem, stacks, temporary
 from jobs.process.child import Child
@@ -171,7 +171,7 @@ class _Attempt:
         self._copies = copies
         self._telemetry = Telemetry(gpu_ids)
         here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
-        self._live = LiveSeries(assignment, PointUsage(child.tree, conditions.threads) if here else self._telemetry)
+        self._live = LiveSeries(assignment, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry)
         self._pace = Pace()
         self._progress: Progress | None = None  # the latest, if it was not sent
         self._filter = BeatFilter(_PROGRESS_INTERVAL_S)

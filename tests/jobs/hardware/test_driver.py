@@ -10,9 +10,8 @@ import pynvml
 import pytest
 import torch
 
-from jobs.hardware import driver, nvml
-from jobs.hardware.driver import Build, misfit
-from jobs.hardware.nvml import Driver
+from jobs.hardware import driver
+from jobs.hardware.driver import Driver, installed_driver, misfit
 from orchestrator.cli import doctor
 from orchestrator.settings import Settings
 
@@ -40,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | Non
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(nvml, "_LOADED", tmp_path / "no driver is loaded")
+    monkeypatch.setattr(driver, "_LOADED", tmp_path / "no driver is loaded")
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,10 @@ def test_nvml_or_the_kernel_tells_the_driver_and_its_cuda(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | None, found: Driver | None
 ) -> None:
     answer(monkeypatch, version, cuda)
-    assert nvml.driver() == found
+    assert installed_driver() == found
     if found is None:
-        nvml._LOADED.write_text(LOADED)
-        assert nvml.driver() == Driver("550.54.15", "12.x")
+        driver._LOADED.write_text(LOADED)
+        assert installed_driver() == Driver("550.54.15", "12.x")
 
 
 CARD = Driver("580.159.04", "13.0")
@@ -68,23 +67,23 @@ ANCIENT = Driver("470.82.01", "11.4")
 
 
 @pytest.mark.parametrize(
-    ("build", "host", "fix"),
+    ("pytorch", "cuda", "host", "fix"),
     [
-        (Build("2.11.0+cu128", "12.8"), A100_HOST, None),  # any minor version
-        (Build("2.13.0+cu132", "13.2"), CARD, None),
-        (Build("2.13.0+cpu", None), None, None),
-        (Build("2.11.0+cu130", "13.0"), A100_HOST, "build cu126 .*; or update the driver to 580 or newer$"),
-        (Build("2.13.0+cpu", None), A100_HOST, "install PyTorch's build cu126"),
-        (Build("2.13.0+cpu", None), ANCIENT, "^update the driver to 580 or newer$"),
+        ("2.11.0+cu128", "12.8", A100_HOST, None),  # any minor version
+        ("2.13.0+cu132", "13.2", CARD, None),
+        ("2.13.0+cpu", None, None, None),
+        ("2.11.0+cu130", "13.0", A100_HOST, "build cu126 .*; or update the driver to 580 or newer$"),
+        ("2.13.0+cpu", None, A100_HOST, "install PyTorch's build cu126"),
+        ("2.13.0+cpu", None, ANCIENT, "^update the driver to 580 or newer$"),
     ],
 )
 def test_a_build_runs_on_a_driver_of_its_major_version_or_newer_or_gets_a_fix(
-    build: Build, host: Driver | None, fix: str | None
+    pytorch: str, cuda: str | None, host: Driver | None, fix: str | None
 ) -> None:
-    found = misfit(build, host)
+    found = misfit(pytorch, cuda, host)
     assert (found is None) == (fix is None)
     if found is not None and fix is not None and host is not None:
-        assert f"PyTorch {build.version} is built " in found.problem
+        assert f"PyTorch {pytorch} is built " in found.problem
         assert host.version in found.problem
         assert re.search(fix, found.fix)
 
@@ -97,7 +96,7 @@ def test_doctor_and_make_say_the_same(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = {finding.name: finding for finding in doctor.findings(Settings())}["gpu"]
     error = driver.main([])
-    assert error == f"error: device: {misfit(Build('2.11.0+cu130', '13.0'), A100_HOST)}"
+    assert error == f"error: device: {misfit('2.11.0+cu130', '13.0', A100_HOST)}"
     assert found.health is doctor.Health.MISSING
     assert found.detail.removesuffix("; jobs here run on the CPU") in error
     assert found.fix in error
