@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,38 +18,24 @@ import pandas as pd
 
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.quantities import Plot
-from orchestrator.judge.growth import (
-    NORMAL_INTERVAL,
-    Growth,
-    LocalSlope,
-    fit_growth,
-    local_slopes,
-)
+from orchestrator.judge.growth import NORMAL_INTERVAL, Growth, LocalSlope, fit_growth, local_slopes
 
 _CURVE_POINTS = 61
-_RUN = ("run_id", "run_name", "origin", "source")
-_MEASURED = ("gpu", "metric", "unit")
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:
     """Columns that identify a series: rows with equal values in all of them are on one curve."""
     axes = [axis.name for axis in AXES if axis.in_series]
-    return [*_RUN, *axes, *more_columns(columns), *_MEASURED]
+    return ["run_id", "run_name", "origin", "source", *axes, *more_columns(columns), "gpu", "metric", "unit"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit(Growth):
-    """The growth of one series.
+    """The growth of one series."""
 
-    Attributes:
-        local: the slopes of all of the series' octaves, shortest first.
-        series: the series' values of `series_columns`; None for a missing one.
-        point_ids: ids of the points fitted.
-    """
-
-    local: tuple[LocalSlope, ...]
-    series: Mapping[str, Any]
-    point_ids: tuple[str, ...]
+    local: tuple[LocalSlope, ...]  # the slopes of all of the series' octaves, shortest first
+    series: Mapping[str, Any]  # the series' values of `series_columns`; None for a missing one
+    point_ids: tuple[str, ...]  # of the points fitted
 
     @property
     def metric(self) -> str:
@@ -86,34 +72,13 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
         lengths, values = tuple(group["seq_len"]), tuple(group["per_sequence"])
         if not all(number > 0 for number in (*lengths, *values)):
             continue
-        law, local = _laws(lengths, values, _weights(group["spread"].to_numpy()))
+        # Where a spread is unknown, the widest of the series: a value of one sample weighs no more than others.
+        spread = group["spread"].fillna(group["spread"].max()).fillna(0.0)
+        law, local = _laws(lengths, values, tuple(spread.tolist()))
         if law is not None:
             points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
-            series = series_of(columns, identity)
-            own = {each.name: getattr(law, each.name) for each in fields(law)}
-            fits.append(Fit(**own, local=local, series=series, point_ids=points))
+            fits.append(Fit(**vars(law), local=local, series=series_of(columns, identity), point_ids=points))
     return fits
-
-
-def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Frame with a row per fit: the series' columns, then its growth in numbers and in `law`, points, `local_text` and
-    the fitted `curve`, pairs of length and value. Where a power law is refused, exponent and interval are NaN.
-    """
-    power = ("exponent", "ci_low", "ci_high")
-    other = ("overhead", "residual", "n", "lengths", "point_ids", "local_text")
-    columns = series_columns({name for fit in fits for name in fit.series})
-    rows = [
-        {**fit.series, **{name: math.nan if fit.refused else getattr(fit, name) for name in power}}
-        | {name: getattr(fit, name) for name in other}
-        | {"law": str(fit), "curve": [(length, fit.at(length)) for length in _steps(fit.lengths)]}
-        for fit in fits
-    ]
-    return pd.DataFrame(rows, columns=[*columns, *power, *other, "law", "curve"])
-
-
-def _steps(lengths: Sequence[int]) -> list[float]:
-    """Lengths at equal distances on a logarithmic axis, on which an overhead bends a curve."""
-    return np.geomspace(lengths[0], lengths[-1], _CURVE_POINTS).tolist()
 
 
 @lru_cache(maxsize=5000)  # pages, gates and reports ask for the same fits every few seconds
@@ -121,11 +86,6 @@ def _laws(
     lengths: tuple[float, ...], values: tuple[float, ...], spreads: tuple[float, ...]
 ) -> tuple[Growth | None, tuple[LocalSlope, ...]]:
     return fit_growth(lengths, values, spreads), local_slopes(lengths, values, spreads)
-
-
-def _weights(spreads: np.ndarray) -> tuple[float, ...]:
-    """Spreads, where one is unknown the widest of the series: a value of a single sample weighs no more than others."""
-    return tuple(np.where(np.isnan(spreads), np.nanmax(spreads, initial=0.0), spreads).tolist())
 
 
 def _spreads(rows: pd.DataFrame) -> np.ndarray:
@@ -141,3 +101,19 @@ def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:
     whole = {axis.name for axis in AXES if axis.type == "whole"}
     series = {name: None if pd.isna(value) else value for name, value in zip(columns, values, strict=True)}
     return {name: int(value) if name in whole and value is not None else value for name, value in series.items()}
+
+
+def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
+    """Frame with a row per fit: the series' columns, then its growth in numbers and in `law`, points, `local_text` and
+    the fitted `curve`, pairs of length and value. Where a power law is refused, exponent and interval are NaN.
+    """
+    power = ("exponent", "ci_low", "ci_high")
+    other = ("overhead", "residual", "n", "lengths", "point_ids", "local_text")
+    rows = []
+    for fit in fits:
+        row = {**fit.series, **{name: math.nan if fit.refused else getattr(fit, name) for name in power}}
+        # At equal distances on a logarithmic axis, on which an overhead bends a curve.
+        curve = [(at, fit.at(at)) for at in np.geomspace(fit.lengths[0], fit.lengths[-1], _CURVE_POINTS).tolist()]
+        rows.append(row | {name: getattr(fit, name) for name in other} | {"law": str(fit), "curve": curve})
+    columns = series_columns({name for fit in fits for name in fit.series})
+    return pd.DataFrame(rows, columns=[*columns, *power, *other, "law", "curve"])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -24,7 +25,6 @@ STAGE = "stage_"
 _FAR = 4  # times the longest length up to which a crossing is extrapolated
 _ENDLESS = 100  # octaves beyond the longest length
 _SPLIT_HOLDS = 0.1  # largest relative residual with which a shared stage is split
-_NOT_OF_A_SERIES = ("metric", "unit")
 
 
 class Branch(StrEnum):
@@ -41,15 +41,9 @@ class Branch(StrEnum):
 # Stages by name without direction; a launch over several spans has their names in turn ("compressed_window_forced").
 _SPANS = {"compressed": Branch.COMPRESSED, "window": Branch.WINDOW, "forced": Branch.WINDOW}
 _STAGES = {
-    "scores": Branch.COMPRESSED,
-    "topk": Branch.COMPRESSED,
-    "selected": Branch.SELECTED,
-    "inverse_index": Branch.SELECTED,
-    "sum_items": Branch.SELECTED,
-    "compress": Branch.REST,
-    "merge": Branch.REST,
-    "gates": Branch.REST,
-    "sum_chunks": Branch.REST,
+    **dict.fromkeys(("scores", "topk"), Branch.COMPRESSED),
+    **dict.fromkeys(("selected", "inverse_index", "sum_items"), Branch.SELECTED),
+    **dict.fromkeys(("compress", "merge", "gates", "sum_chunks"), Branch.REST),
 }
 _DIRECTION = re.compile(r"_backward(_q|_kv)?$")
 
@@ -57,28 +51,21 @@ _DIRECTION = re.compile(r"_backward(_q|_kv)?$")
 def branch_of(stage: str) -> Branch:
     """The branch of a stage, named without "stage_"; SHARED for a launch of the compressed branch and the window."""
     name = _DIRECTION.sub("", stage)
-    spans = {_SPANS.get(word, Branch.OTHER) for word in name.split("_")}
-    if Branch.OTHER in spans:
+    spans = {_SPANS.get(word) for word in name.split("_")}
+    if None in spans:
         return _STAGES.get(name, Branch.OTHER)
-    return spans.pop() if len(spans) == 1 else Branch.SHARED
+    return _SPANS[name.split("_")[0]] if len(spans) == 1 else Branch.SHARED
 
 
 @dataclass(frozen=True)
 class BranchShares:
-    """Device time by branch of one series at one length.
+    """Device time by branch of one series at one length."""
 
-    Attributes:
-        series: the series' values of `series_columns`, without metric and unit; None for a missing one.
-        seq_len, batch: coordinates of the call.
-        milliseconds: time of a call by branch, the branches in the order of `Branch`; those that ran.
-        unknown: stages of unknown names, which count as other.
-    """
-
-    series: Mapping[str, Any]
+    series: Mapping[str, Any]  # the series' values of `series_columns`, without metric and unit; None: missing
     seq_len: int
     batch: int
-    milliseconds: Mapping[Branch, float]
-    unknown: tuple[str, ...] = ()
+    milliseconds: Mapping[Branch, float]  # of a call, by branch in the order of `Branch`; those that ran
+    unknown: tuple[str, ...] = ()  # stages of unknown names, which count as other
 
     @property
     def total(self) -> float:
@@ -103,7 +90,7 @@ def branch_shares(rows: pd.DataFrame) -> list[BranchShares]:
     over 10 %, the time stays SHARED.
     """
     staged = rows.loc[rows["metric"].str.startswith(STAGE) & (rows["seq_len"] > 0)]
-    columns = [name for name in series_columns(rows.columns) if name not in _NOT_OF_A_SERIES]
+    columns = _columns(rows.columns)
     shares = []
     for identity, group in staged.groupby(columns, dropna=False, sort=True):
         series = series_of(columns, identity)
@@ -111,36 +98,70 @@ def branch_shares(rows: pd.DataFrame) -> list[BranchShares]:
     return shares
 
 
+def _columns(names: Collection[str]) -> list[str]:
+    return [name for name in series_columns(names) if name not in ("metric", "unit")]
+
+
+def _at(series: Mapping[str, Any], rows: pd.DataFrame) -> BranchShares:
+    """Shares at one length, shared stages not split; several points count as their mean."""
+    points = rows["point_id"].nunique()
+    stages = [name.removeprefix(STAGE) for name in rows["metric"]]
+    times = dict.fromkeys(Branch, 0.0)
+    for stage, value in zip(stages, rows["value"].tolist(), strict=True):
+        times[branch_of(stage)] += value / points
+    batch = rows["batch"].iloc[0]
+    return BranchShares(
+        series,
+        seq_len=int(rows["seq_len"].iloc[0]),
+        batch=1 if pd.isna(batch) else int(batch),
+        milliseconds={branch: time for branch, time in times.items() if time > 0},
+        unknown=tuple(sorted({stage for stage in stages if branch_of(stage) is Branch.OTHER} - {Branch.OTHER})),
+    )
+
+
+def _split(shares: list[BranchShares]) -> list[BranchShares]:
+    """The shares with the shared stages split, if their lengths allow it."""
+    lengths = np.array([one.seq_len for one in shares], dtype=float)
+    times = np.array([one.per_sequence([Branch.SHARED]) for one in shares]) / lengths
+    if len(shares) < MIN_LENGTHS or min(times) <= 0:
+        return shares
+    from scipy import optimize  # takes long to import, and most runs have no shared stages
+
+    terms = np.stack([1 / times, lengths / times], axis=1)
+    (constant, slope), _ = optimize.nnls(terms, np.ones(len(times)))
+    if np.abs(terms @ (constant, slope) - 1).max() > _SPLIT_HOLDS:
+        return shares
+    split = []
+    for one, part in zip(shares, (slope * lengths / (constant + slope * lengths)).tolist(), strict=True):
+        parts = {branch: one.milliseconds.get(branch, 0.0) for branch in Branch}
+        shared = parts.pop(Branch.SHARED)
+        parts[Branch.COMPRESSED] += part * shared
+        parts[Branch.WINDOW] += (1 - part) * shared
+        split.append(replace(one, milliseconds={branch: time for branch, time in parts.items() if time > 0}))
+    return split
+
+
 def shares_frame(shares: Sequence[BranchShares]) -> pd.DataFrame:
     """Frame with a row per series, length and branch: the series' columns, then seq_len, batch, branch, milliseconds
-    and share (0 to 1).
-    """
-    names = {name for one in shares for name in one.series}
-    columns = [name for name in series_columns(names) if name not in _NOT_OF_A_SERIES]
+    and share (0 to 1)."""
     rows = [
         {**one.series, "seq_len": one.seq_len, "batch": one.batch, "branch": branch.value, "milliseconds": time}
         | {"share": one.share(branch)}
         for one in shares
         for branch, time in one.milliseconds.items()
     ]
+    columns = _columns({name for one in shares for name in one.series})
     return pd.DataFrame(rows, columns=[*columns, "seq_len", "batch", "branch", "milliseconds", "share"])
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Length from which on the compressed branch costs more than others.
-
-    Attributes:
-        seq_len: the length.
-        low, high: measured lengths between which it lies (low is 0 if no measured length is shorter), or the interval
-            that the exponents' intervals give, infinite at most, if it is extrapolated.
-        extrapolated: whether it lies beyond the longest measured length.
-    """
+    """Length from which on the compressed branch costs more than others."""
 
     seq_len: float
-    low: float
-    high: float
-    extrapolated: bool
+    low: float  # measured lengths between which it lies (low is 0 if no measured length is shorter), or the
+    high: float  # interval that the exponents' intervals give, infinite at most, if it is extrapolated
+    extrapolated: bool  # whether it lies beyond the longest measured length
 
     def __str__(self) -> str:
         """The length with its bounds: "about 74,000 tokens (between the measured 65,536 and 131,072)"."""
@@ -153,26 +174,19 @@ class Crossing:
         return f"{about} (extrapolated: {_rounded(self.low)} {end})"
 
 
+def _rounded(length: float) -> str:
+    return f"{float(f'{length:.2g}'):,.0f}"
+
+
 @dataclass(frozen=True)
 class TakeOver:
-    """Lengths at which the compressed branch of one series takes over.
+    """Lengths at which the compressed branch of one series takes over."""
 
-    Attributes:
-        series: as in `BranchShares`.
-        lengths: the measured lengths, ascending.
-        compressed, rest: growth of the compressed branch and of all others together, per sequence; None with fewer than
-            three lengths.
-        largest: where it becomes the largest branch; None for the reason given.
-        equal: where it costs as much as all others together; None for the reason given.
-        largest_reason, equal_reason: why there is no such length; empty if there is one.
-    """
-
-    series: Mapping[str, Any]
-    lengths: tuple[int, ...]
-    compressed: Growth | None
-    rest: Growth | None
-    largest: Crossing | None
-    equal: Crossing | None
+    series: Mapping[str, Any]  # as in `BranchShares`
+    compressed: Growth | None  # per sequence; None with fewer than three lengths
+    rest: Growth | None  # of all other branches together
+    largest: Crossing | None  # where it becomes the largest branch; None for the reason given
+    equal: Crossing | None  # where it costs as much as all others together; None for the reason given
     largest_reason: str = ""
     equal_reason: str = ""
 
@@ -189,33 +203,10 @@ class TakeOver:
 
 def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
     """The take-over in every series of `shares`, in their order."""
-    by_series: dict[tuple[Any, ...], list[BranchShares]] = {}
+    by_series: dict[tuple[Any, ...], list[BranchShares]] = defaultdict(list)
     for one in shares:
-        by_series.setdefault(tuple(one.series.values()), []).append(one)
+        by_series[tuple(one.series.values())].append(one)
     return [_take_over(of_series) for of_series in by_series.values()]
-
-
-def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
-    """The take-over in one series; `shares`: its lengths, ascending."""
-    series, lengths = shares[0].series, tuple(one.seq_len for one in shares)
-    others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
-    compressed, rest = _Curve.of(shares, [Branch.COMPRESSED]), _Curve.of(shares, others)
-    reason = ""
-    if any(Branch.SHARED in one.milliseconds for one in shares):
-        reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
-        compressed = None
-    elif compressed is None:
-        reason = "no stage of the compressed branch was measured at every length"
-    elif rest is None:
-        reason = "no other stage was measured at every length"
-    if compressed is None or rest is None:
-        return TakeOver(series, lengths, compressed and compressed.law, None, None, None, reason, reason)
-    rivals = [curve for branch in others if (curve := _Curve.of(shares, [branch])) is not None]
-    equal, equal_reason = _crossing(compressed, rest)
-    crossings = [_crossing(compressed, rival) for rival in rivals]
-    lacking = next((reason for crossing, reason in crossings if crossing is None), "")
-    largest = None if lacking else max((c for c, _ in crossings if c is not None), key=lambda c: c.seq_len)
-    return TakeOver(series, lengths, compressed.law, rest.law, largest, equal, lacking, equal_reason)
 
 
 @dataclass(frozen=True)
@@ -226,11 +217,33 @@ class _Curve:
     times: tuple[float, ...]
     law: Growth | None
 
-    @classmethod
-    def of(cls, shares: Sequence[BranchShares], branches: Collection[Branch]) -> _Curve | None:
-        """The branches' curve; None if they did not run at every length."""
-        lengths, times = tuple(one.seq_len for one in shares), tuple(one.per_sequence(branches) for one in shares)
-        return cls(lengths, times, fit_growth(lengths, times)) if min(times) > 0 else None
+
+def _curve(shares: Sequence[BranchShares], branches: Collection[Branch]) -> _Curve | None:
+    """The curve of branches together; None if they did not run at every length."""
+    lengths, times = tuple(one.seq_len for one in shares), tuple(one.per_sequence(branches) for one in shares)
+    return _Curve(lengths, times, fit_growth(lengths, times)) if min(times) > 0 else None
+
+
+def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
+    """The take-over in one series; `shares`: its lengths, ascending."""
+    others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
+    compressed, rest = _curve(shares, [Branch.COMPRESSED]), _curve(shares, others)
+    reason = ""
+    if any(Branch.SHARED in one.milliseconds for one in shares):
+        reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
+        compressed = None
+    elif compressed is None:
+        reason = "no stage of the compressed branch was measured at every length"
+    elif rest is None:
+        reason = "no other stage was measured at every length"
+    if compressed is None or rest is None:
+        return TakeOver(shares[0].series, compressed and compressed.law, None, None, None, reason, reason)
+    rivals = [curve for branch in others if (curve := _curve(shares, [branch])) is not None]
+    equal, equal_reason = _crossing(compressed, rest)
+    crossings = [_crossing(compressed, rival) for rival in rivals]
+    lacking = next((reason for crossing, reason in crossings if crossing is None), "")
+    largest = None if lacking else max((c for c, _ in crossings if c is not None), key=lambda c: c.seq_len)
+    return TakeOver(shares[0].series, compressed.law, rest.law, largest, equal, lacking, equal_reason)
 
 
 def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
@@ -250,63 +263,16 @@ def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
     law, other = ours.law, theirs.law
     if law is None or other is None:
         return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
+    beyond = f"it lies beyond {longest:,}, and"
     if max(law.residual, other.residual) > HOLDS:
-        return None, f"it lies beyond {longest:,}, and no law of growth holds"
+        return None, f"{beyond} no law of growth holds"
     if law.refused or other.refused:
-        return None, f"it lies beyond {longest:,}, and no power law describes the growth of both"
+        return None, f"{beyond} no power law describes the growth of both"
     if law.ci_low <= other.ci_high:
-        return None, f"it lies beyond {longest:,}, and the growth of both is not told apart"
+        return None, f"{beyond} the growth of both is not told apart"
     faster = law.exponent - other.exponent, law.ci_high - other.ci_low, law.ci_low - other.ci_high
     octaves = [-math.log2(ratios[-1]) / difference for difference in faster]
     seq_len, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
     if seq_len > _FAR * longest:
         return None, f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
     return Crossing(seq_len, low, high, extrapolated=True), ""
-
-
-def _at(series: Mapping[str, Any], rows: pd.DataFrame) -> BranchShares:
-    """Shares at one length, shared stages not split; several points count as their mean."""
-    points = rows["point_id"].nunique()
-    times = dict.fromkeys(Branch, 0.0)
-    unknown: set[str] = set()
-    for name, value in zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True):
-        stage = name.removeprefix(STAGE)
-        branch = branch_of(stage)
-        times[branch] += value / points
-        if branch is Branch.OTHER and stage != Branch.OTHER.value:
-            unknown.add(stage)
-    batch = rows["batch"].iloc[0]
-    return BranchShares(
-        series,
-        seq_len=int(rows["seq_len"].iloc[0]),
-        batch=1 if pd.isna(batch) else int(batch),
-        milliseconds={branch: time for branch, time in times.items() if time > 0},
-        unknown=tuple(sorted(unknown)),
-    )
-
-
-def _split(shares: list[BranchShares]) -> list[BranchShares]:
-    """The shares with the shared stages split, if their lengths allow it."""
-    lengths = np.array([one.seq_len for one in shares], dtype=float)
-    times = np.array([one.per_sequence([Branch.SHARED]) for one in shares]) / lengths
-    if len(shares) < MIN_LENGTHS or min(times) <= 0:
-        return shares
-    from scipy import optimize  # takes long to import, and most runs have no shared stages
-
-    terms = np.stack([1 / times, lengths / times], axis=1)
-    (constant, slope), _ = optimize.nnls(terms, np.ones(len(times)))
-    if np.abs(terms @ (constant, slope) - 1).max() > _SPLIT_HOLDS:
-        return shares
-    split = []
-    for one, part in zip(shares, slope * lengths / (constant + slope * lengths), strict=True):
-        parts = {branch: one.milliseconds.get(branch, 0.0) for branch in Branch}
-        shared = parts.pop(Branch.SHARED)
-        parts[Branch.COMPRESSED] += float(part) * shared
-        parts[Branch.WINDOW] += (1 - float(part)) * shared
-        parts = {branch: time for branch, time in parts.items() if time > 0}
-        split.append(BranchShares(one.series, one.seq_len, one.batch, parts, one.unknown))
-    return split
-
-
-def _rounded(length: float) -> str:
-    return f"{float(f'{length:.2g}'):,.0f}"

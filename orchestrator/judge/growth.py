@@ -40,25 +40,16 @@ _SURE = 0.25  # half of a local slope's interval up to which it stands alone
 
 @dataclass(frozen=True)
 class Mix:
-    """value = overhead + linear · S + quadratic · S², none of them negative: what contains attention's true growth.
+    """value = overhead + linear · S + quadratic · S², none of them negative: what contains attention's true growth."""
 
-    Attributes:
-        parts: the three at the longest length, in the values' unit.
-        share_low, share_high: 95 % interval of the quadratic part's share there.
-        takes_over, low, high: length from which on the quadratic part is the greater half, and its 95 % interval;
-            infinite where there is none.
-        residual: root mean square of the relative residuals.
-        lengths: the distinct lengths fitted, ascending.
-    """
-
-    parts: tuple[float, float, float]
-    share_low: float
+    parts: tuple[float, float, float]  # at the longest length, in the values' unit
+    share_low: float  # 95 % interval of the quadratic part's share there
     share_high: float
-    takes_over: float
-    low: float
+    takes_over: float  # length from which on the quadratic part is the greater half; infinite where there is none
+    low: float  # its 95 % interval
     high: float
-    residual: float
-    lengths: tuple[int, ...]
+    residual: float  # root mean square of the relative residuals
+    lengths: tuple[int, ...]  # the distinct lengths fitted, ascending
 
     def at(self, seq_len: float) -> float:
         """Fitted value at a length."""
@@ -86,30 +77,18 @@ class Mix:
 
 @dataclass(frozen=True)
 class Growth:
-    """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds.
+    """value = overhead + 10**coefficient · S**exponent, over the lengths from which on it holds."""
 
-    Attributes:
-        exponent: of the growth over these lengths: 1 is linear, 2 quadratic.
-        ci_low, ci_high: its 95 % interval, within -1 to 4.
-        coefficient: log10 of the growing part at S = 1.
-        n: points fitted.
-        lengths: the distinct lengths fitted, ascending; shorter ones of the series may be left out.
-        overhead: the constant part, in the values' unit; 0 where the plain law explains the values as well.
-        residual: root mean square of the relative residuals.
-        mix: the growth as a sum of parts; None with fewer than four lengths, or where it does not hold.
-        refused: whether the mix describes the values better than any power law, so that there is no exponent.
-    """
-
-    exponent: float
-    ci_low: float
+    exponent: float  # of the growth over these lengths: 1 is linear, 2 quadratic
+    ci_low: float  # its 95 % interval, within -1 to 4
     ci_high: float
-    coefficient: float
-    n: int
-    lengths: tuple[int, ...]
-    overhead: float
-    residual: float
-    mix: Mix | None
-    refused: bool
+    coefficient: float  # log10 of the growing part at S = 1
+    n: int  # points fitted
+    lengths: tuple[int, ...]  # the distinct lengths fitted, ascending; shorter ones of the series may be left out
+    overhead: float  # in the values' unit; 0 where the plain law explains the values as well
+    residual: float  # root mean square of the relative residuals
+    mix: Mix | None = None  # the growth as a sum of parts; None with fewer than four lengths, or where it does not hold
+    refused: bool = False  # whether the mix describes the values better than any power law, so there is no exponent
 
     def at(self, seq_len: float) -> float:
         """Fitted value at a length."""
@@ -119,9 +98,7 @@ class Growth:
 
     def __str__(self) -> str:
         """The exponent with its interval; the mix where a power law is refused."""
-        if self.refused:
-            return str(self.mix)
-        return f"S^{self.exponent:.2f} ({self.ci_low:.2f} to {self.ci_high:.2f})"
+        return str(self.mix) if self.refused else f"S^{self.exponent:.2f} ({self.ci_low:.2f} to {self.ci_high:.2f})"
 
 
 def fit_growth(
@@ -146,18 +123,16 @@ def fit_growth(
         ValueError: the numbers of lengths and values differ, or one of them is not positive and finite (a failure is a
             state, not a zero).
     """
-    x, y = _checked(lengths, values)
+    x, y, noise = _checked(lengths, values, spreads, _NOISE)
     distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS or y.min() < 1 / _IMMENSE or y.max() > _IMMENSE:
         return None
-    noise = _noise(len(x), spreads, _NOISE)
     last = max(0, len(distinct) - _MIN_RANGE)
     laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
-    exact = (law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE)
-    holding = (law for law in laws if law.residual <= HOLDS)
-    law = next(exact, None) or next(holding, None) or laws[-1]
-    exactly = law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE
-    law = law if law.overhead or exactly else _widened(law, x, y, noise)
+    exact = [law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE]
+    law = next(iter(exact), None) or next((law for law in laws if law.residual <= HOLDS), laws[-1])
+    if not law.overhead and law not in exact:
+        law = _widened(law, x, y, noise)
     kept, mix = x > 0, None
     for first in distinct[:last]:
         longer = x >= first
@@ -183,7 +158,7 @@ def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
     free = len(x) - 3
     if free < 1:
         return None
-    root = np.sqrt(noise**-2 / np.mean(noise**-2))
+    root = np.sqrt(_weights(noise))
     terms = np.vander(x / x.max(), 3, increasing=True) * (root / y)[:, None]
     parts, norm = optimize.nnls(terms, root)
     loose, *_ = np.linalg.lstsq(terms, root, rcond=None)
@@ -211,32 +186,20 @@ def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
 def _refuses(mix: Mix, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> bool:
     """Whether the mix explains the values better than a power law with an overhead or without: the information
     criterion favours it, and both growing parts count, the linear one at some length, the other at the longest."""
-    weights = noise**-2 / np.mean(noise**-2)
-    n, parameters = len(x), sum(part > 0 for part in mix.parts)
     linear = max(mix.parts[1] * length / x.max() / mix.at(length) for length in x)
     if linear < _COUNTS or mix.share < _COUNTS:
         return False
-    criterion = _criterion(mix.residual**2 * (n - 3), n, parameters + 1)
-    laws = min(_law(x, y, weights, with_overhead=each)[1] for each in (False, True))
-    return criterion < laws - 2 * _EVIDENCE
-
-
-@dataclass(frozen=True)
-class _Squares:
-    """Weighted sums of squared relative residuals over exponents, each with its best overhead and scale."""
-
-    total: np.ndarray
-    overhead: np.ndarray
-    scale: np.ndarray
+    parameters = sum(part > 0 for part in mix.parts)
+    criterion = _criterion(mix.residual**2 * (len(x) - 3), len(x), parameters + 1)
+    return criterion < min(_law(x, y, noise, with_overhead=each)[1] for each in (False, True)) - 2 * _EVIDENCE
 
 
 def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
     """The law of lower information criterion; the overhead needs more points than parameters."""
-    weights = noise**-2 / np.mean(noise**-2)
-    plain, criterion = _law(x, y, weights, with_overhead=False)
-    if len(_distinct(x)) <= _MIN_RANGE:
+    plain, criterion = _law(x, y, noise, with_overhead=False)
+    if len(plain.lengths) <= _MIN_RANGE:
         return plain
-    other, others = _law(x, y, weights, with_overhead=True)
+    other, others = _law(x, y, noise, with_overhead=True)
     return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
 
 
@@ -244,17 +207,16 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     """A plain law, its interval also over that of the law with an overhead where the values may hold one.
 
     With few points the criterion takes an overhead for noise, or the law for one of a short range, and the interval of
-    the plain law alone misses the exponent. On the longest range on which the law with an overhead holds as
-    well, an F test of a low level decides.
+    the plain law alone misses the exponent. On the longest range on which the law with an overhead holds as well, an F
+    test of a low level decides.
     """
     from scipy import special
 
     for first in _distinct(x)[:-_MIN_RANGE]:
         kept = x >= first
-        weights = noise[kept] ** -2 / np.mean(noise[kept] ** -2)
-        other, _ = _law(x[kept], y[kept], weights, with_overhead=True)
+        other, _ = _law(x[kept], y[kept], noise[kept], with_overhead=True)
         if other.residual <= max(HOLDS, law.residual) and other.overhead > 0:
-            plain, _ = _law(x[kept], y[kept], weights, with_overhead=False)
+            plain, _ = _law(x[kept], y[kept], noise[kept], with_overhead=False)
             free = other.n - 3
             gain = (plain.residual / max(other.residual, _LEAST_NOISE)) ** 2 * (free + 1) - free
             if gain > float(special.fdtri(1, free, _SUSPECT)):
@@ -263,38 +225,39 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     return law
 
 
-def _law(x: np.ndarray, y: np.ndarray, weights: np.ndarray, *, with_overhead: bool) -> tuple[Growth, float]:
-    """The best law of one form and its information criterion."""
+def _law(x: np.ndarray, y: np.ndarray, noise: np.ndarray, *, with_overhead: bool) -> tuple[Growth, float]:
+    """The best law of one form and its information criterion: on a grid of exponents, then on a finer one about it."""
     from scipy import special
 
-    n, parameters = len(x), 2 + with_overhead
-    squares = _squares(x, y, weights, _EXPONENTS, with_overhead)
-    place = int(squares.total.argmin())
+    n, parameters, weights = len(x), 2 + with_overhead, _weights(noise)
+    coarse, *_ = _squares(x, y, weights, _EXPONENTS, with_overhead)
+    place = int(coarse.argmin())
     near = _EXPONENTS[max(place - 1, 0)], _EXPONENTS[min(place + 1, len(_EXPONENTS) - 1)]
     exponents = np.linspace(*near, 2001)
-    fine = _squares(x, y, weights, exponents, with_overhead)
-    best = int(fine.total.argmin())
-    least = float(fine.total[best])
+    fine, overhead, scale = _squares(x, y, weights, exponents, with_overhead)
+    best = int(fine.argmin())
+    least = float(fine[best])
     seen = least / (n - parameters) * float(special.fdtri(1, n - parameters, _LEVEL))
     bound = least + max(seen, _LEAST_NOISE**2 * float(special.chdtri(1, 1 - _LEVEL)))
-    inside = np.concatenate([_EXPONENTS[squares.total <= bound], exponents[fine.total <= bound]])
+    inside = np.concatenate([_EXPONENTS[coarse <= bound], exponents[fine <= bound]])
     law = Growth(
         exponent=float(exponents[best]),
         ci_low=float(inside.min()),
         ci_high=float(inside.max()),
-        coefficient=float(np.log10(fine.scale[best]) - exponents[best] * np.log10(x.max())),
-        overhead=float(fine.overhead[best]),
+        coefficient=float(np.log10(scale[best]) - exponents[best] * np.log10(x.max())),
+        overhead=float(overhead[best]),
         residual=math.sqrt(least / (n - parameters)),
         n=n,
         lengths=_distinct(x),
-        mix=None,
-        refused=False,
     )
     return law, _criterion(least, n, parameters + 1)
 
 
-def _squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.ndarray, with_overhead: bool) -> _Squares:
-    """For each exponent, the least sum over weights · (1 - (a + b (x / x_max)^p) / y)² with a >= 0, which is linear."""
+def _squares(
+    x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.ndarray, with_overhead: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each exponent, the least sum over weights · (1 - (a + b (x / x_max)^p) / y)² with a >= 0, which is linear;
+    its a; and its b."""
     root = np.sqrt(weights)
     constant = root / y
     grown = np.exp(np.outer(exponents, np.log(x / x.max())))
@@ -312,7 +275,7 @@ def _squares(x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.nd
     residuals = root - scale[:, None] * grown
     if overhead.any():
         residuals -= overhead[:, None] * constant
-    return _Squares(np.einsum("pn,pn->p", residuals, residuals), overhead, scale)
+    return np.einsum("pn,pn->p", residuals, residuals), overhead, scale
 
 
 def _criterion(squares: float, n: int, parameters: int) -> float:
@@ -323,19 +286,20 @@ def _criterion(squares: float, n: int, parameters: int) -> float:
     return n * math.log((squares + exact) / n) + 2 * parameters * n / (n - parameters - 1)
 
 
-def _checked(lengths: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths and values as float64 [n] each. Raises ValueError as `fit_growth`."""
+def _checked(
+    lengths: Sequence[float], values: Sequence[float], spreads: Sequence[float] | None, least: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lengths, values and their relative noise, `least` at least, as float64 [n] each. Raises as `fit_growth`."""
     x, y = np.asarray(lengths, dtype=float), np.asarray(values, dtype=float)
     if len(x) != len(y):
         raise ValueError(f"lengths and values differ in number: {len(x)} and {len(y)}")
     if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
         raise ValueError("lengths and values must be positive and finite; leave out what was not measured")
-    return x, y
+    return x, y, np.clip(np.zeros(len(x)) if spreads is None else np.asarray(spreads, dtype=float), least, _VAGUE)
 
 
-def _noise(n: int, spreads: Sequence[float] | None, least: float) -> np.ndarray:
-    """Relative noise of `n` values, `least` at least, float64 [n]."""
-    return np.clip(np.zeros(n) if spreads is None else np.asarray(spreads, dtype=float), least, _VAGUE)
+def _weights(noise: np.ndarray) -> np.ndarray:
+    return noise**-2 / np.mean(noise**-2)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:
@@ -345,18 +309,12 @@ def _distinct(x: np.ndarray) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LocalSlope:
-    """Slope on log-log axes between two lengths, about an octave apart.
+    """Slope on log-log axes between two lengths, about an octave apart."""
 
-    Attributes:
-        low, high: the shortest and the longest length that it rests on.
-        exponent: the slope: 1 is linear, 2 quadratic.
-        error: half of its 95 % interval, from the spread of the values.
-    """
-
-    low: int
+    low: int  # the shortest and the longest length that it rests on
     high: int
-    exponent: float
-    error: float
+    exponent: float  # the slope: 1 is linear, 2 quadratic
+    error: float  # half of its 95 % interval, from the spread of the values
 
     def __str__(self) -> str:
         """The slope with the length at its end: "8K 1.5", "16K 1.2 ± 0.2", "2K to 16K 1.1" if it spans octaves."""
@@ -371,17 +329,11 @@ def local_slopes(
     """Slopes of neighbouring octaves on log-log axes, shortest first; they show bends that a single fit hides.
 
     Octaves are counted from the longest length down; lengths within one share its slope, by least squares weighted
-    with the spreads. An octave without a length at its lower end reaches to the next one that was measured, as does one
-    whose slope is less certain than ±0.25. Several values at one length count as their geometric mean.
-
-    Args:
-        spreads: as in `fit_growth`; 0.1 % at least.
-
-    Raises:
-        ValueError: as in `fit_growth`.
+    with the spreads (as of `fit_growth`; 0.1 % at least). An octave without a length at its lower end reaches to the
+    next one that was measured, as does one whose slope is less certain than ±0.25. Several values at one length count
+    as their geometric mean. Raises ValueError as `fit_growth`.
     """
-    x, y = _checked(lengths, values)
-    noise = _noise(len(x), spreads, _LEAST_NOISE)
+    x, y, noise = _checked(lengths, values, spreads, _LEAST_NOISE)
     at = {length: np.flatnonzero(x.astype(int) == length) for length in _distinct(x)}
     logs = np.log2(np.array(list(at), dtype=float))
     means = np.array([np.log2(y[places]).mean() for places in at.values()])
