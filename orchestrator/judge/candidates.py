@@ -9,43 +9,33 @@ from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import surroundings
-from orchestrator.judge.evidence import Run, Scope
-from orchestrator.judge.filters import Row, Where
+from orchestrator.judge.evidence import Run
 from orchestrator.judge.rules import ExponentRule, MetricRule, RatioRule
+from orchestrator.judge.scope import Row, Scope, Where
 
 BoundedRule = ExponentRule | MetricRule | RatioRule
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A value to compare with the bound: its points, its description, and the interval if it is a fit.
-
-    Attributes:
-        query: SQL that gives the value; None for a fit.
-        seq_len: the length of its points; None for a fit.
-    """
+    """A value to compare with the bound."""
 
     value: float
     points: list[str]
-    what: str
-    interval: tuple[float, float] | None = None
-    query: str | None = None
-    seq_len: int | None = None
+    what: str  # in words
+    interval: tuple[float, float] | None = None  # of a fit
+    query: str | None = None  # SQL that gives the value; None for a fit
+    seq_len: int | None = None  # the length of its points; None for a fit
 
 
 @dataclass(frozen=True)
 class Found:
-    """The evidence of a run for a rule.
-
-    Attributes:
-        lacking: the reason that it is incomplete.
-        refused: the reason that values of this run are not compared with each other.
-    """
+    """The evidence of a run for a rule."""
 
     candidates: list[Candidate]
-    lacking: str = ""
+    lacking: str = ""  # why it is incomplete
     unit: str = "1"
-    refused: str = ""
+    refused: str = ""  # why values of this run are not compared with each other
 
 
 def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
@@ -65,17 +55,15 @@ def failures(rule: BoundedRule, run: Run, scope: Scope) -> list[Row]:
     return list({point["point_id"]: point for side in sides for point in run.failures(scope, side)}.values())
 
 
-def wanted(rule: BoundedRule, scope: Scope) -> str:
+def requirement(rule: BoundedRule, scope: Scope) -> str:
     """The evidence that a rule needs, in words."""
-    match rule:
-        case ExponentRule():
-            return f"{rule.metric} at {rule.min_lengths} or more lengths ({scope})"
-        case MetricRule():
-            return f"{rule.metric} ({scope})"
-        case RatioRule(numerator=above, denominator=below):
-            if above.where == below.where:
-                return f"{above.metric} with {below.metric} ({scope})"
-            return f"{above.metric} of {above.where} beside {below.metric} of {below.where} ({scope})"
+    if isinstance(rule, RatioRule):
+        above, below = rule.numerator, rule.denominator
+        if above.where == below.where:
+            return f"{above.metric} with {below.metric} ({scope})"
+        return f"{above.metric} of {above.where} beside {below.metric} of {below.where} ({scope})"
+    more = f" at {rule.min_lengths} or more lengths" if isinstance(rule, ExponentRule) else ""
+    return f"{rule.metric}{more} ({scope})"
 
 
 def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
@@ -100,9 +88,8 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     rows = run.of(rule.metric, scope)
     candidates = []
     for row in rows:
-        value = abs(row["value"]) if rule.absolute else row["value"]
+        value, shown = (abs(row["value"]), "abs(value)") if rule.absolute else (row["value"], "value")
         what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _of_several(len(rows), "points")
-        shown = "abs(value)" if rule.absolute else "value"
         query = f"SELECT {shown} FROM v_metrics WHERE {_is_metric(row)}"
         candidates.append(Candidate(value, [row["point_id"]], what, query=query, seq_len=row["seq_len"]))
     unit = rows[0]["unit"] if rows else rule.unit
@@ -129,10 +116,10 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
         what += readable(bottom["per_sequence"])
         what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
-        ratio = top["per_sequence"] / bottom["per_sequence"]
         sides = f"{_is_metric(top, 'a.')} AND {_is_metric(bottom, 'b.')}"
         query = f"SELECT a.per_sequence / b.per_sequence FROM v_metrics a, v_metrics b WHERE {sides}"
         what += _of_several(len(pairs), "pairs")
+        ratio = top["per_sequence"] / bottom["per_sequence"]
         candidates.append(Candidate(ratio, points, what, query=query, seq_len=top["seq_len"]))
     lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
     return Found(candidates, lacking, refused=refused)
@@ -158,22 +145,18 @@ def _on_other_texts(run: Run, top: Row, bottom: Row) -> bool:
 
 def _alike(rule: RatioRule, row: Row) -> tuple:
     """The values in which both sides of a ratio must agree: the columns `same` and all kind-specific axes."""
-    asked = {MORE + name for side in (rule.numerator, rule.denominator) for name in side.where.axes}
-    return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in asked)))
+    named = {MORE + name for side in (rule.numerator, rule.denominator) for name in side.where.axes}
+    return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in named)))
 
 
 def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], scope: Scope, *more: Where) -> str:
     """The missing evidence of this run; "" if it is complete."""
     if len(have) < rule.min_points:
         return f"only {len(have)} of at least {rule.min_points} points"
-    if not rule.every:
-        return ""
-    points = run.in_scope(scope, *more)
+    points = run.in_scope(scope, *more) if rule.every else []
     # A failed point lacks the value, too; only skipped points, which were never to be measured, are left out.
     without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
-    if not without:
-        return ""
-    return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})"
+    return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})" if without else ""
 
 
 def _of_several(number: int, what: str) -> str:

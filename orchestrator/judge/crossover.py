@@ -7,33 +7,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from orchestrator.judge.candidates import Candidate, find
-from orchestrator.judge.evidence import Run, Scope, preferred
+from orchestrator.judge.evidence import Run, preferred
 from orchestrator.judge.growth import short
-from orchestrator.judge.hardware import Hardware
 from orchestrator.judge.rules import Crossover, Gates, RatioRule
+from orchestrator.judge.scope import Hardware, Scope
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The crossover of a workload on a machine.
+    """The crossover of a workload on a machine."""
 
-    Attributes:
-        name: that of the workload in the rules.
-        ratios: time of NSA over that of the fastest dense attention, by length, ascending.
-        seq_len: the crossover, interpolated; None where no two lengths enclose it.
-        between: the measured lengths that enclose it, or the shortest and the longest measured.
-        doubts: why a decision should not rest on it.
-        query: SQL that gives `seq_len`; None without one.
-    """
-
-    name: str
+    name: str  # of the workload in the rules
     title: str
     hardware: Hardware
-    ratios: dict[int, float]
-    seq_len: float | None
-    between: tuple[int, int]
-    query: str | None
-    doubts: tuple[str, ...] = ()
+    ratios: dict[int, float]  # time of NSA over that of the fastest dense attention, by length, ascending
+    seq_len: float | None  # the crossover, interpolated; None where no two lengths enclose it
+    between: tuple[int, int]  # the measured lengths that enclose it, or the shortest and the longest measured
+    query: str | None  # SQL that gives `seq_len`; None without one
+    doubts: tuple[str, ...] = ()  # why a decision should not rest on it
 
     @property
     def words(self) -> str:
@@ -48,7 +39,7 @@ class Crossing:
             words = f"NSA pays at S = {', '.join(paying)} of the lengths measured, {low} to {high}"
         else:
             words = f"NSA does not pay at any length measured, {low} to {high}"
-        return "; ".join([words, *([f"doubtful: {', '.join(self.doubts)}"] if self.doubts else [])])
+        return words + (f"; doubtful: {', '.join(self.doubts)}" if self.doubts else "")
 
 
 def crossings(runs: Sequence[Run], gates: Gates) -> list[Crossing]:
@@ -73,19 +64,16 @@ def _crossing(workload: Crossover, hardware: Hardware, runs: Sequence[Run]) -> C
         return None
     lengths = sorted(newest)
     ratios = {length: newest[length][0].value for length in lengths}
+    place, query, between, used = None, None, (lengths[0], lengths[-1]), list(newest)
     crossed = [(a, b) for a, b in pairwise(lengths) if ratios[a] >= 1 > ratios[b]]
-    if not crossed or ratios[lengths[-1]] >= 1:
-        doubts = _doubts([*newest.values()], hardware, rule.numerator.metric)
-        return Crossing(workload.name, workload.title, hardware, ratios, None, (lengths[0], lengths[-1]), None, doubts)
-    low, high = crossed[-1]
-    doubts = _doubts([newest[low], newest[high]], hardware, rule.numerator.metric)
-    place = low + (high - low) * (ratios[low] - 1) / (ratios[low] - ratios[high])
-    before, after = (f"({newest[each][0].query})" for each in (low, high))
-    query = f"SELECT {low} + {high - low} * ({before} - 1) / ({before} - {after})"
-    return Crossing(workload.name, workload.title, hardware, ratios, place, (low, high), query, doubts)
-
-
-def _doubts(pairs: Sequence[tuple[Candidate, Run]], hardware: Hardware, metric: str) -> tuple[str, ...]:
-    found = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, metric)]
-    commits = {run.commit for _, run in pairs}
-    return tuple(dict.fromkeys([*found, *(["the lengths are of different commits"] if len(commits) > 1 else [])]))
+    if crossed and ratios[lengths[-1]] < 1:
+        low, high = used = between = crossed[-1]
+        place = low + (high - low) * (ratios[low] - 1) / (ratios[low] - ratios[high])
+        before, after = (f"({newest[each][0].query})" for each in (low, high))
+        query = f"SELECT {low} + {high - low} * ({before} - 1) / ({before} - {after})"
+    pairs = [newest[length] for length in used]
+    doubts = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, rule.numerator.metric)]
+    if len({run.commit for _, run in pairs}) > 1:
+        doubts.append("the lengths are of different commits")
+    about = (workload.name, workload.title, hardware, ratios)
+    return Crossing(*about, place, between, query, tuple(dict.fromkeys(doubts)))

@@ -45,7 +45,7 @@ class Decision:
     def sentences(self) -> list[str]:
         """The sentence's parts: one a machine that was measured, one for the others."""
         judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
-        said = [_clause(each) for result in _ORDER for each in judged if each.result is result]
+        said = [_clause(each) for each in sorted(judged, key=lambda each: _ORDER.index(each.result))]
         blank = [each for each in self.verdicts if each not in judged]
         missing = f"nothing measured{_on(blank, 'or')}" if blank else ""
         if self.result is Result.UNKNOWN:
@@ -62,23 +62,8 @@ def decide(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> 
 
 def decisions(gates: Gates, verdicts: Sequence[TargetVerdict]) -> list[Decision]:
     """The verdicts by target, in the order of the rules' file."""
-    return [
-        Decision(
-            target.name,
-            target.title,
-            target.plan,
-            tuple(verdict for verdict in verdicts if verdict.decision == target.name),
-        )
-        for target in gates.targets
-    ]
-
-
-def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
-    """The verdicts' hardware: " on 1x A100, 2x A100 or 1x H100"; "" without."""
-    titles = [verdict.hardware.title for verdict in verdicts if verdict.hardware]
-    if len(titles) < 2:
-        return "".join(f" on {title}" for title in titles)
-    return f" on {', '.join(titles[:-1])} {last} {titles[-1]}"
+    of = {target.name: tuple(each for each in verdicts if each.decision == target.name) for target in gates.targets}
+    return [Decision(target.name, target.title, target.plan, of[target.name]) for target in gates.targets]
 
 
 def query(verdict: TargetVerdict) -> str:
@@ -96,29 +81,37 @@ def query(verdict: TargetVerdict) -> str:
 
 def answers(verdict: TargetVerdict) -> str:
     """The answers to a plan's questions in words, what fails first, then what it takes and where NSA begins to pay."""
-    said, parts = _said(verdict), []
-    for question, result in sorted(verdict.questions.items(), key=lambda each: _ORDER.index(each[1])):
-        figures = ", ".join(
-            (rule.says or _figure(rule, named=result is Result.NO_GO)) + (" (transferred)" if rule.transferred else "")
-            for rule in said
-            if rule.question == question
-        )
-        at = f" at S={verdict.plan.seq_len:,}" if question == QUESTIONS[-1] and verdict.plan else ""
-        if result is Result.UNKNOWN:
-            rules = [rule for rule in verdict.rules if rule.question == question]
-            names = [rule.rule for rule in rules if rule.result is Result.UNKNOWN]
-            left = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rules)} rules"
-            words = f"not known whether {question}{at} (open: {left})"
-        else:
-            words = f"{'not ' if result is Result.NO_GO else ''}{question}{at}"
-        parts.append(f"{words}: {figures}" if figures else words)
+    parts = [
+        _answer(verdict, question, result)
+        for question, result in sorted(verdict.questions.items(), key=lambda each: _ORDER.index(each[1]))
+    ]
     if (cost := _cost(verdict)) is not None:
         money = "" if cost.price is None else f", ${_number(cost.gpu_hours * cost.price, 2)}"
         parts.append(f"the plan takes {_number(cost.gpu_hours, 2)} GPU-hours{money}")
-    lesser = sum(rule.transferred is not None for rule in verdict.rules)
-    parts += [f"{lesser} of {len(verdict.rules)} rules rest on transferred evidence"] if lesser else []
+    if lesser := sum(rule.transferred is not None for rule in verdict.rules):
+        parts.append(f"{lesser} of {len(verdict.rules)} rules rest on transferred evidence")
     text = "; ".join(parts)
     return f"{text}. {verdict.crossing.words}" if verdict.crossing else text
+
+
+def _answer(verdict: TargetVerdict, question: str, result: Result) -> str:
+    figures = ", ".join(
+        (rule.says or _figure(rule, named=result is Result.NO_GO)) + (" (transferred)" if rule.transferred else "")
+        for rule in _said(verdict)
+        if rule.question == question
+    )
+    at = f" at S={verdict.plan.seq_len:,}" if question == QUESTIONS[-1] and verdict.plan else ""
+    words = f"{'not ' if result is Result.NO_GO else ''}{question}{at}"
+    if result is Result.UNKNOWN:
+        left = _open([rule for rule in verdict.rules if rule.question == question])
+        words = f"not known whether {question}{at} (open: {left})"
+    return f"{words}: {figures}" if figures else words
+
+
+def _open(rules: Sequence[RuleVerdict]) -> str:
+    """The rules without a result: "a, b", or "5 of 8 rules"."""
+    names = [rule.rule for rule in rules if rule.result is Result.UNKNOWN]
+    return ", ".join(names) if len(names) <= _NAMED else f"{len(names)} of {len(rules)} rules"
 
 
 def _said(verdict: TargetVerdict) -> list[RuleVerdict]:
@@ -161,10 +154,18 @@ def _clause(verdict: TargetVerdict) -> str:
     figures = ", ".join(_figure(rule) for rule in verdict.rules if rule.headline and rule.value is not None)
     if verdict.result is Result.GO:
         return f"Go{on}" + (f": {figures}" if figures else "")
-    names = [rule.rule for rule in verdict.rules if rule.result is Result.UNKNOWN]
-    left = f"open: {', '.join(names)}" if len(names) <= _NAMED else f"{len(names)} of {len(verdict.rules)} rules open"
+    left = _open(verdict.rules)
+    left = f"{left} open" if left.endswith(" rules") else f"open: {left}"
     left = f"{figures}; {left}" if figures else left
     return f"O{on[2:]}: {left}" if on else f"{left[0].upper()}{left[1:]}"
+
+
+def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
+    """The verdicts' hardware: " on 1x A100, 2x A100 or 1x H100"; "" without."""
+    titles = [verdict.hardware.title for verdict in verdicts if verdict.hardware]
+    if len(titles) > 1:
+        titles = [f"{', '.join(titles[:-1])} {last} {titles[-1]}"]
+    return "".join(f" on {title}" for title in titles)
 
 
 def _figure(rule: RuleVerdict, *, named: bool = False) -> str:

@@ -1,71 +1,87 @@
-"""The measured runs that verdicts may rest on, and which of them a rule prefers."""
+"""The measured runs that verdicts may rest on: an outline of each, and on demand the points and metrics of a few.
+
+The database groups the points of a run by their coordinates, so that a store of a million points takes tens of
+thousands of rows, and the points themselves are read of the few runs that a verdict rests on. Reads without pandas,
+which costs more than the reading.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pandas as pd
+from sqlalchemy import Table as View
+from sqlalchemy import Text, cast, exists, func, select
 
-from jobs.schema.states import FAILED, Origin, RunState
+from jobs.schema.axes import AXES, MORE, more_columns
+from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.judge.analysis import Fit, scaling_fits
-from orchestrator.judge.filters import Row, Where
-from orchestrator.judge.hardware import Hardware
-from orchestrator.judge.stored import Outline, Series, Source, outlines
+from orchestrator.judge.scope import LENGTH, RANKS, Hardware, Row, Scope, Where
 from orchestrator.settings import SOURCES
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, models, queries
+from orchestrator.store.models import Attempt, Environment, Metric, Point
+from orchestrator.store.views import v_metrics, v_points
 
+Series = tuple[Any, ...]
 Lengths = Mapping[Series, int]
+_SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
+_AXES = tuple(axis.name for axis in AXES if axis.name != LENGTH)
+_coordinates = itemgetter(*_AXES, "gpu", "kind", "run_name")
+_SHARED = ("run_id", "run_name", "kind", "point_id", "label", *(axis.name for axis in AXES), "gpu")
+_POINT = (*_SHARED, "state", "reason")
+_METRIC = (*_SHARED, "origin", "source", "metric", "unit", "value", "ci_low", "ci_high", "p10", "p90", "per_sequence")
 _DIGESTS = ("sha256", "heldout_sha256", "tokenizer_sha256")  # of training data: bytes have the first, tokens the others
 _OLD = timedelta(days=90)
 _THROTTLED = 50  # % of the time
 _UNSTEADY = 0.5  # of the value: the distance from the tenth to the ninetieth percentile
 
 
-@dataclass(frozen=True, eq=False)
-class Scope:
-    """The points that a rule is about: a filter, on one hardware if it names one.
+@dataclass(frozen=True)
+class Part:
+    """Points of a run that differ in their lengths alone: a row of the others' coordinates, the series, the lengths."""
 
-    Attributes:
-        whole: the points measured on all GPUs of the hardware; else those on one.
-        lengths: the number of lengths of each series in a shape, by its number, as far as it was asked for.
-    """
+    row: Row
+    series: Series
+    lengths: frozenset[Any]
 
-    where: Where
-    hardware: Hardware | None = None
-    whole: bool = False
-    lengths: dict[int, Lengths] = field(default_factory=dict)
+    def is_in(self, scope: Scope) -> Iterator[Any]:
+        """The lengths that are in the scope, where its hardware was looked at before."""
+        return filter(scope.where.matches_length, self.lengths if scope.where.matches_but_length(self.row) else ())
 
-    def matches(self, row: Row) -> bool:
-        """Whether a row of the views v_metrics or v_points is in the scope."""
-        return self.is_here(row) and self.where.matches(row)
 
-    def matches_but_length(self, row: Row) -> bool:
-        """Whether all coordinates of a row match, its length aside."""
-        return self.is_here(row) and self.where.matches_but_length(row)
+@dataclass(frozen=True)
+class Shape:
+    """Distinct coordinates of a run's points, whatever became of them; runs of equal shape share one."""
 
-    def is_here(self, row: Row) -> bool:
-        """Whether a row's point was measured on the scope's hardware."""
-        return self.hardware is None or self.hardware.measured(row, whole=self.whole)
+    number: int
+    parts: tuple[Part, ...]
 
-    def __str__(self) -> str:
-        return str(self.where) + (f"; on {self.hardware.title}" if self.hardware else "")
+    @cached_property
+    def by_machine(self) -> list[list[Part]]:
+        """The parts by device, card and number of GPUs, which is all that a hardware asks."""
+        groups: dict[tuple, list[Part]] = defaultdict(list)
+        for part in self.parts:
+            groups[part.row["device"], part.row["gpu"], part.row.get(RANKS)].append(part)
+        return list(groups.values())
+
+    @cached_property
+    def own_columns(self) -> list[str]:
+        """The columns of the kind-specific axes that any of the points has, sorted."""
+        return sorted({name for part in self.parts for name, _ in _own_axes(part.row)})
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One measured run: its state, commit and outline, and on demand a row per point and per metric.
-
-    Attributes:
-        minutes: its duration; None if it has not ended, or was resumed after a pause.
-        foreign: why its code is not that of this history; "" if it is.
-        old: whether the newest run came long after it.
-    """
+    """One measured run: its state, commit and outline, and on demand a row per point and per metric."""
 
     run_id: str
     name: str
@@ -73,12 +89,14 @@ class Run:
     gpu: str | None
     state: RunState
     commit: str | None
-    minutes: float | None
-    outline: Outline
+    minutes: float | None  # its duration; None if it has not ended, or was resumed after a pause
+    shape: Shape
+    states: Mapping[PointState, int]  # number of its points by state
+    failed_parts: tuple[Part, ...]
     source: Source
     resumed: bool
-    foreign: str
-    old: bool
+    foreign: str  # why its code is not that of this history; "" if it is
+    old: bool  # whether the newest run came long after it
     _metrics: dict[str, list[Row]] = field(default_factory=dict)
     _fits: dict[tuple[str, ...], list[Fit]] = field(default_factory=dict)
 
@@ -86,32 +104,37 @@ class Run:
         return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
 
     @property
+    def points(self) -> int:
+        """The number of its points."""
+        return sum(self.states.values())
+
+    @property
+    def ranks(self) -> int:
+        """The most GPUs that one of the points used together."""
+        return max((part.row.get(RANKS) or 1 for part in self.shape.parts), default=1)
+
+    @property
     def complete(self) -> bool:
         """Whether it is done, or was and all that its points are still counts while some are measured again."""
-        if self.state is RunState.DONE:
-            return True
-        return self.resumed and all(state.settles for state in self.outline.states)
+        return self.state is RunState.DONE or (self.resumed and all(state.settles for state in self.states))
 
     def lengths(self, scope: Scope) -> Lengths:
         """The number of lengths of each series in the scope, whatever became of the points."""
-        shape = self.outline.shape
-        known = scope.lengths.get(shape.number)
-        if known is None:
+        if self.shape.number not in scope.lengths:
             series: dict[Series, set[Any]] = defaultdict(set)
-            for parts in shape.by_machine:
+            for parts in self.shape.by_machine:
                 if scope.is_here(parts[0].row):
-                    for part in filter(lambda part: scope.where.matches_but_length(part.row), parts):
-                        series[part.series] |= set(filter(scope.where.matches_length, part.lengths))
-            known = {name: len(lengths) for name, lengths in series.items() if lengths}
-            scope.lengths[shape.number] = known
-        return known
+                    for part in parts:
+                        series[part.series].update(part.is_in(scope))
+            counts = {name: len(lengths) for name, lengths in series.items() if lengths}
+            scope.lengths[self.shape.number] = counts
+        return scope.lengths[self.shape.number]
 
     def of(self, metric: str, scope: Scope, *more: Where) -> list[Row]:
         """Rows of a metric that are in the scope and match all further filters."""
         if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
             return []
-        rows = (row for row in self._values(metric) if scope.matches(row))
-        return [row for row in rows if all(each.matches(row) for each in more)]
+        return _chosen(self._values(metric), scope, more)
 
     def fits(self, metric: str, scope: Scope) -> list[Fit]:
         """Fits of a metric's series in the scope."""
@@ -123,23 +146,17 @@ class Run:
 
     def in_scope(self, scope: Scope, *more: Where) -> list[Row]:
         """Rows of the points in the scope that match all further filters."""
-        if not self.lengths(scope):
-            return []
-        return [point for point in self._points if scope.matches(point) and all(each.matches(point) for each in more)]
+        return _chosen(self._points, scope, more) if self.lengths(scope) else []
 
     def failed(self, scope: Scope) -> bool:
         """Whether a point in the scope failed."""
-        return any(
-            scope.matches_but_length(part.row) and any(map(scope.where.matches_length, part.lengths))
-            for part in self.outline.failed
-        )
+        return any(scope.is_here(part.row) and any(True for _ in part.is_in(scope)) for part in self.failed_parts)
 
     def failures(self, scope: Scope, *more: Where) -> list[Row]:
         """Rows of the failed points in the scope that match all further filters."""
         if not self.failed(scope):
             return []
-        points = (point for point in self._points if point["state"] in FAILED)
-        return [point for point in points if scope.matches(point) and all(each.matches(point) for each in more)]
+        return _chosen((point for point in self._points if point["state"] in FAILED), scope, more)
 
     @cached_property
     def texts(self) -> Mapping[str, str]:
@@ -167,13 +184,13 @@ class Run:
             ("gpu_processes", 1, "{:g} processes on the card"),
             ("gpu_throttled", _THROTTLED, "the card throttled {:.0f} % of the time"),
         ):
-            values = [row["value"] or 0 for row in self._values(name) if row["point_id"] in points]
-            found += [words.format(max(values))] if values and max(values) > most else []
+            worst = max((row["value"] or 0 for row in self._values(name) if row["point_id"] in points), default=0)
+            found += [words.format(worst)] if worst > most else []
         for row in self._values(timed):
-            if row["point_id"] in points and None not in (row["p10"], row["p90"], row["value"]):
-                spread = (row["p90"] - row["p10"]) / abs(row["value"]) if row["value"] else 0
+            if row["point_id"] in points and row["value"] and None not in (row["p10"], row["p90"]):
+                spread = (row["p90"] - row["p10"]) / abs(row["value"])
                 found += [f"unsteady: {spread:.0%} between its percentiles 10 and 90"] if spread > _UNSTEADY else []
-        cards = [env["gpu"] for point, env in self._environments.items() if point in points and "gpu" in env]
+        cards = [env.get("gpu") for point, env in self._environments.items() if point in points]
         for card in (each for each in cards if isinstance(each, dict)):
             limit, usual = _number(card.get("power_limit_w")), hardware.power if hardware else None
             found += [f"power capped at {limit:g} W"] if limit and usual and limit < usual else []
@@ -181,17 +198,62 @@ class Run:
         return list(dict.fromkeys(found))
 
     def _values(self, metric: str) -> list[Row]:
+        """Rows of a metric, by point, each with all own columns of the run, so that equal shapes compare equal."""
         if metric not in self._metrics:
-            self._metrics[metric] = self.source.metric(self.run_id, metric, self.outline.shape.own_columns)
+            rows = self.source.rows(v_metrics, _METRIC, "point_id", run_id=self.run_id, metric=metric)
+            empty = dict.fromkeys(self.shape.own_columns)
+            self._metrics[metric] = [
+                empty | {name: None if value != value else value for name, value in row.items()} for row in rows
+            ]
         return self._metrics[metric]
 
     @cached_property
-    def _environments(self) -> Mapping[str, Any]:
-        return self.source.environments(self.run_id)
+    def _points(self) -> list[Row]:
+        """Rows of the points, by number; one without a GPU of its own gets the run's."""
+        rows = self.source.rows(v_points, _POINT, "number", run_id=self.run_id)
+        return [row | {"gpu": row["gpu"] or self.gpu} for row in rows]
 
     @cached_property
-    def _points(self) -> list[Row]:
-        return self.source.points(self.run_id, self.gpu)
+    def _environments(self) -> Mapping[str, Any]:
+        """The environment of each point that has one, by id."""
+        query = select(Point.id, Environment.content).join(Point.outcome)
+        query = query.join(Environment, Environment.id == Attempt.environment_id).where(Point.run_id == self.run_id)
+        with self.source.store.session() as session:
+            return {point_id: content or {} for point_id, content in session.execute(query)}
+
+
+def _chosen(rows: Iterable[Row], scope: Scope, more: Sequence[Where]) -> list[Row]:
+    return [row for row in rows if scope.matches(row) and all(each.matches(row) for each in more)]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The measured runs in `run_ids` (None: all) of a store. Raises StoreUnavailable in each of its reads."""
+
+    store: Store
+    run_ids: Sequence[str] | None
+    _known: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+
+    def having(self, kind: str, metric: str) -> frozenset[str]:
+        """Ids of the runs of a kind of which any point has a metric."""
+        if (kind, metric) not in self._known:
+            of_run = select(Point.id).join(Point.metrics).where(Point.run_id == models.Run.id, Metric.name == metric)
+            query = select(models.Run.id).where(models.Run.origin == Origin.MEASURED, models.Run.kind == kind)
+            query = query.where(exists(of_run.correlate(models.Run)))
+            if self.run_ids is not None:
+                query = query.where(models.Run.id.in_(self.run_ids))
+            with self.store.session() as session:
+                self._known[kind, metric] = frozenset(session.scalars(query))
+        return self._known[kind, metric]
+
+    def rows(self, view: View, names: Sequence[str], order: str, **equal: str) -> list[dict[str, Any]]:
+        """The rows of a view with these values, their own axes as columns."""
+        query = select(*(view.c[name] for name in names), view.c.more_axes).order_by(view.c[order])
+        with self.store.session() as session:
+            return [
+                dict(zip(names, values, strict=True)) | {MORE + name: value for name, value in (more or {}).items()}
+                for *values, more in session.execute(query.where(*(view.c[key] == equal[key] for key in equal)))
+            ]
 
 
 def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
@@ -200,8 +262,9 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
         {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
         for row in queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED).to_dict("records")
     ]
-    known, source = outlines(store, rows, everything=run_ids is None), Source(store, run_ids)
+    groups, source = _groups(store, rows, everything=run_ids is None), Source(store, run_ids)
     newest = max((row["created_at"] for row in rows), default=None)
+    shapes: dict[frozenset, Shape] = {}
     runs = []
     for row in rows:
         commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
@@ -211,37 +274,90 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
             foreign = "it ran with uncommitted changes"
         if row["ended_at"] is not None and not row["resumed"]:
             minutes = (row["ended_at"] - row["created_at"]).total_seconds() / 60
-        runs.append(
-            Run(
-                row["run_id"],
-                row["name"],
-                row["kind"],
-                row["gpu"],
-                RunState(row["state"]),
-                commit or None,
-                minutes,
-                known[row["run_id"]],
-                source,
-                row["resumed"] > 0,
-                foreign,
-                newest - row["created_at"] > _OLD,
-            )
-        )
+        shape, states, failed = _outline(row, groups.get(row["run_id"], ()), shapes)
+        state, old, resumed = RunState(row["state"]), newest - row["created_at"] > _OLD, row["resumed"] > 0
+        about = (row["run_id"], row["name"], row["kind"], row["gpu"], state, commit or None, minutes)
+        runs.append(Run(*about, shape, states, failed, source, resumed, foreign, old))
     return runs
+
+
+def _groups(store: Store, runs: Sequence[Row], *, everything: bool) -> dict[str, list[Sequence[Any]]]:
+    """The points of each run by state and coordinates but the length; `everything`: these are all measured runs."""
+    # JSON has no equality on Postgres, and its text has. Equal axes in another order are put together by `_outline`.
+    table = Point.__table__.c
+    columns = (Point.run_id, Attempt.state, Environment.gpu, cast(Point.more_axes, Text), *(table[a] for a in _AXES))
+    length = table[LENGTH]
+    query = (
+        select(*columns, func.count(), func.count(length), func.aggregate_strings(cast(length, Text), ","))
+        .select_from(Point)
+        .join(models.Run, models.Run.id == Point.run_id)
+        .join(Point.outcome)
+        .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
+        .where(models.Run.origin == Origin.MEASURED)
+        .group_by(*columns)
+        .order_by(Point.run_id)
+    )
+    if not everything:
+        query = query.where(Point.run_id.in_([run["run_id"] for run in runs]))
+    with store.session() as session:
+        return {run_id: list(groups) for run_id, groups in groupby(session.execute(query), itemgetter(0))}
+
+
+def _outline(
+    run: Row, groups: Iterable[Sequence[Any]], shapes: dict[frozenset, Shape]
+) -> tuple[Shape, Mapping[PointState, int], tuple[Part, ...]]:
+    """A run's shape, its number of points by state, and the parts that failed.
+
+    A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
+    """
+    states: Counter[PointState] = Counter()
+    parts: dict[tuple, tuple[Row, set[Any]]] = {}
+    failed: dict[tuple, tuple[Row, set[Any]]] = {}
+    for _, state, card, more, *values, number, with_length, text in groups:
+        states[state] += number
+        row = dict(zip(_AXES, values, strict=True))
+        row |= {"gpu": card or run["gpu"], "kind": run["kind"], "run_name": run["name"]}
+        row |= {MORE + name: value for name, value in (json.loads(more or "{}") or {}).items()}
+        lengths = _lengths(text) | ({None} if with_length < number else frozenset())
+        key = (*_coordinates(row), *_own_axes(row))
+        for group in (parts, failed) if state in FAILED else (parts,):
+            group.setdefault(key, (row, set()))[1].update(lengths)
+    identity = frozenset((key, frozenset(lengths)) for key, (_, lengths) in parts.items())
+    if identity not in shapes:
+        shapes[identity] = Shape(len(shapes), _parts(parts))
+    return shapes[identity], states, _parts(failed)
+
+
+@lru_cache(maxsize=10_000)  # sweeps repeat each other's
+def _lengths(text: str | None) -> frozenset[Any]:
+    return frozenset(map(int, text.split(","))) if text else frozenset()
+
+
+def _parts(groups: Mapping[tuple, tuple[Row, set[Any]]]) -> tuple[Part, ...]:
+    return tuple(Part(row, series_of(row), frozenset(lengths)) for row, lengths in groups.values())
+
+
+def series_of(point: Row) -> Series:
+    """The series of a row of v_points: its coordinates but the length."""
+    return (*(point[name] for name in _SERIES), *_own_axes(point))
+
+
+def _own_axes(point: Row) -> list[tuple[str, Any]]:
+    """The kind-specific axes of a point with their values."""
+    return [(name, point[name]) for name in more_columns(point) if point[name] is not None]
 
 
 @cache
 def in_history(commit: str) -> bool:
     """Whether a commit is an ancestor of the checkout's; True where there is no whole history to ask."""
-    git = ["git", "-C", str(SOURCES)]
+
+    def git(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(SOURCES), *command], capture_output=True, text=True)
+
     try:
-        known = subprocess.run(
-            [*git, "rev-parse", "--is-shallow-repository", "--show-prefix"], capture_output=True, text=True
-        )
-        if known.stdout.split() != ["false"]:  # with a prefix, the repository is another one around a package
-            return True
-        asked = subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], capture_output=True)
-        return asked.returncode == 0
+        if git("rev-parse", "--is-shallow-repository", "--show-prefix").stdout.split() != ["false"]:
+            return True  # with a prefix, the repository is another one around a package
+        return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
     except OSError:  # no git
         return True
 
@@ -258,17 +374,13 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
 
     An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
     """
-    complete = [(run, measured) for run in runs if run.complete and (measured := run.lengths(scope))]
-    oldest = {frozenset(measured.items()): place for place, (_, measured) in enumerate(complete)}
+    complete = [(run, frozenset(lengths.items())) for run in runs if run.complete and (lengths := run.lengths(scope))]
+    oldest = {measured: place for place, (_, measured) in enumerate(complete)}
     exceeded_before = {  # a run before this place is exceeded
         measured: max((place for more, place in oldest.items() if _exceeds(more, measured)), default=-1)
         for measured in oldest
     }
-    exceeded = {
-        run.run_id
-        for place, (run, measured) in enumerate(complete)
-        if place < exceeded_before[frozenset(measured.items())]
-    }
+    exceeded = {run.run_id for place, (run, measured) in enumerate(complete) if place < exceeded_before[measured]}
     return sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)
 
 

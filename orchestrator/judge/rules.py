@@ -16,8 +16,7 @@ from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.validation import describe
 from jobs.specs.yaml_text import YamlError, read_mapping
 from orchestrator.errors import UserError
-from orchestrator.judge.filters import ANY, Strict, Where
-from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.scope import ANY, Hardware, Strict, Where
 from orchestrator.settings import SOURCES
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")

@@ -18,8 +18,8 @@ import yaml
 from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.states import FAILED, PointState, RunState
 from orchestrator.judge.evidence import Run
-from orchestrator.judge.hardware import Hardware
 from orchestrator.judge.rules import READY_SPECS, Rule
+from orchestrator.judge.scope import Hardware
 from orchestrator.settings import example_spec
 
 SHIPPED = Path(__file__).with_name("durations.csv")
@@ -45,57 +45,38 @@ def durations(runs: Sequence[Run]) -> list[Duration]:
     Crashes make a run quick and hangs slow, so runs with either do not count; lack of memory does neither.
     """
     stored = [
-        Duration(run.name, run.kind, run.gpu, run.outline.shape.ranks, run.outline.points, run.minutes, f"{run}")
+        Duration(run.name, run.kind, run.gpu, run.ranks, run.points, run.minutes, f"{run}")
         for run in runs
-        if run.state is RunState.DONE and run.minutes and not run.outline.states.keys() & (FAILED - {PointState.OOM})
+        if run.state is RunState.DONE and run.minutes and not run.states.keys() & (FAILED - {PointState.OOM})
     ]
     return [*stored, *_shipped()]
 
 
 @cache
 def _shipped() -> list[Duration]:
-    with SHIPPED.open(newline="") as file:
-        return [
-            Duration(
-                row["name"],
-                row["kind"],
-                row["gpu"] or None,
-                int(row["gpus"] or 1) or 1,
-                int(row["points"]),
-                float(row["minutes"]),
-                "published results" + (f", run {row['run_id']}" if row["run_id"] else ""),
-            )
-            for row in csv.DictReader(file)
-        ]
+    found = []
+    for row in csv.DictReader(SHIPPED.read_text().splitlines()):
+        source = "published results" + (f", run {row['run_id']}" if row["run_id"] else "")
+        size = (max(int(row["gpus"] or 1), 1), int(row["points"]), float(row["minutes"]))
+        found.append(Duration(row["name"], row["kind"], row["gpu"] or None, *size, source))
+    return found
 
 
 @dataclass(frozen=True)
 class Step:
-    """A measurement that would settle rules.
+    """A measurement that would settle rules."""
 
-    Attributes:
-        command: to paste into a shell; None if no job of this version measures it.
-        lacking: without a command: the missing part, or how to measure it, in words.
-        hardware: titles of the machines whose verdicts it settles.
-        gpus: GPUs that it occupies.
-        minutes: predicted duration; None if nothing is known about it.
-        basis: the ground of the prediction, in words.
-        settles: names of the rules.
-        price: dollars for an hour of one of the GPUs; None: not known.
-        spec, overrides, accelerator: the command's ready spec, its `--set` options and Ray's accelerator type.
-    """
-
-    command: str | None
-    lacking: str
-    hardware: str
-    gpus: int
-    minutes: float | None
-    basis: str
-    settles: tuple[str, ...]
-    spec: str | None = None
+    command: str | None  # to paste into a shell; None if no job of this version measures it
+    lacking: str  # without a command: the missing part, or how to measure it, in words
+    hardware: str  # titles of the machines whose verdicts it settles
+    gpus: int  # GPUs that it occupies
+    minutes: float | None  # predicted duration; None if nothing is known about it
+    basis: str  # the ground of the prediction, in words
+    settles: tuple[str, ...]  # names of the rules
+    spec: str | None = None  # the command's ready spec, its `--set` options and Ray's accelerator type
     overrides: tuple[str, ...] = ()
     accelerator: str | None = None
-    price: float | None = None
+    price: float | None = None  # dollars for an hour of one of the GPUs; None: not known
 
     @property
     def gpu_hours(self) -> float | None:
@@ -114,19 +95,18 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
     gpus = cards if rule.gpus == "all" else min(cards, 1)
     measure = rule.measure
     if measure.spec is None:
-        lacking = measure.lacking or measure.text or ""
-        return Step(None, lacking, title, gpus, None, "not known", (rule.rule,))
+        return Step(None, measure.lacking or measure.text or "", title, gpus, None, "not known", (rule.rule,))
     gpus = gpus if hardware else int((_content(measure.spec).get("resources") or {}).get("num_gpus") or 0)
     accelerator, price = (hardware.accelerator, hardware.price) if hardware else (None, None)
     overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))
     options = [item for override in overrides for item in ("--set", override)]
     command = shlex.join(["nsa", "submit", str(Path(example_spec()).with_name(measure.spec)), *options])
-    minutes, basis = predict(measure.spec, hardware, gpus, known)
+    minutes, basis = _predict(measure.spec, hardware, gpus, known)
     settles = (rule.rule,)
     return Step(command, "", title, gpus, minutes, basis, settles, measure.spec, overrides, accelerator, price)
 
 
-def predict(spec: str, hardware: Hardware | None, gpus: int, known: Sequence[Duration]) -> tuple[float | None, str]:
+def _predict(spec: str, hardware: Hardware | None, gpus: int, known: Sequence[Duration]) -> tuple[float | None, str]:
     """Minutes that a ready spec takes on a hardware, and the ground for it; None where nothing is known."""
     if hardware is None:
         return None, "not known"

@@ -17,11 +17,9 @@ from itertools import product, takewhile
 
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState, Result
-from orchestrator.judge.candidates import BoundedRule, Candidate, Found, failures, find, quoted, wanted
+from orchestrator.judge.candidates import BoundedRule, Found, failures, find, quoted, requirement
 from orchestrator.judge.crossover import Crossing, crossings
-from orchestrator.judge.evidence import Run, Scope, measured_runs, preferred
-from orchestrator.judge.filters import Row
-from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.evidence import Run, measured_runs, preferred, series_of
 from orchestrator.judge.rules import (
     QUESTIONS,
     Gates,
@@ -34,8 +32,8 @@ from orchestrator.judge.rules import (
     Target,
     load_gates,
 )
+from orchestrator.judge.scope import Hardware, Row, Scope
 from orchestrator.judge.steps import Duration, Step, durations, step_of
-from orchestrator.judge.stored import series_of
 from orchestrator.store import Store
 from orchestrator.store.records import now
 
@@ -46,49 +44,31 @@ _STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "
 
 @dataclass(frozen=True)
 class RuleVerdict:
-    """The verdict on one rule.
-
-    Attributes:
-        rule, title: the rule's name and title.
-        value, unit: the worst value found; None if nothing was measured.
-        comparison, bound: "<=" or ">=", and the bound.
-        margin: distance of the value to the bound, in the unit; negative if the bound is violated.
-        reason: the evidence in words, or the missing evidence and how to measure it.
-        evidence: ids of the points behind the value.
-        run_id, commit: the run that the verdict rests on, and its commit if it is known.
-        transferred: name of the other card that the evidence is of; None: of this one.
-        step: the measurement that would settle it; None unless it is UNKNOWN.
-        headline: whether its figure belongs into a sentence about the target.
-        question: the one of QUESTIONS that it answers; None where the target asks none.
-        says: the figure in words, for a sentence.
-        query: SQL that gives `value` from the views; None for a fit.
-    """
+    """The verdict on one rule."""
 
     rule: str
     title: str
     result: Result
-    reason: str
-    value: float | None = None
+    reason: str  # the evidence in words, or the missing evidence and how to measure it
+    value: float | None = None  # the worst value found; None if nothing was measured
     unit: str = "1"
-    comparison: str | None = None
+    comparison: str | None = None  # "<=" or ">="
     bound: float | None = None
-    margin: float | None = None
-    evidence: list[str] = field(default_factory=list)
-    run_id: str | None = None
+    margin: float | None = None  # distance of the value to the bound, in the unit; negative if the bound is violated
+    evidence: list[str] = field(default_factory=list)  # ids of the points behind the value
+    run_id: str | None = None  # the run that the verdict rests on, and its commit if it is known
     commit: str | None = None
-    transferred: str | None = None
-    step: Step | None = None
-    headline: bool = False
-    question: str | None = None
-    says: str | None = None
-    query: str | None = None
+    transferred: str | None = None  # name of the other card that the evidence is of; None: of this one
+    step: Step | None = None  # the measurement that would settle it; None unless it is UNKNOWN
+    headline: bool = False  # whether its figure belongs into a sentence about the target
+    question: str | None = None  # the one of QUESTIONS that it answers; None where the target asks none
+    says: str | None = None  # the figure in words, for a sentence
+    query: str | None = None  # SQL that gives `value` from the views; None for a fit
 
     @property
     def limit(self) -> str:
         """The bound in words: "<= 1.15"."""
-        if self.bound is None:
-            return ""
-        return f"{self.comparison} {self.told(self.bound)}"
+        return "" if self.bound is None else f"{self.comparison} {self.told(self.bound)}"
 
     def told(self, value: float) -> str:
         """A value of the rule with its unit, as it is read."""
@@ -97,23 +77,16 @@ class RuleVerdict:
 
 @dataclass(frozen=True)
 class TargetVerdict:
-    """The verdict on a target: NO-GO if a rule fails, else UNKNOWN if one lacks evidence, else GO.
+    """The verdict on a target: NO-GO if a rule fails, else UNKNOWN if one lacks evidence, else GO."""
 
-    Attributes:
-        name: the decision's name, with "/" and the hardware's where it has hardware.
-        decision: the name of the target in YAML.
-        hardware: the machine it is about; None: any.
-        crossing: where NSA begins to pay there, in the first workload of the target that has evidence.
-    """
-
-    name: str
+    name: str  # the decision's name, with "/" and the hardware's where it has hardware
     title: str
     result: Result
     rules: list[RuleVerdict]
-    decision: str
-    hardware: Hardware | None = None
+    decision: str  # the name of the target in YAML
+    hardware: Hardware | None = None  # the machine it is about; None: any
     plan: Plan | None = None
-    crossing: Crossing | None = None
+    crossing: Crossing | None = None  # where NSA begins to pay there, in the first of its workloads with evidence
 
     @property
     def questions(self) -> dict[str, Result]:
@@ -142,30 +115,10 @@ class TargetVerdict:
         return any(rule.value is not None for rule in self.rules)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A rule to judge by the runs; `step` would settle it."""
-
-    rule: Rule
-    plan: Plan | None
-    runs: list[Run]
-    step: Step
-
-    def doubts(self, run: Run, points: Sequence[str], scope: Scope) -> str:
-        """Why the evidence is doubtful, in words; evidence for a plan is examined."""
-        rule = self.rule
-        timed = None
-        if isinstance(rule, RatioRule | MetricRule) and rule.question in ("feasible", "worth it"):
-            timed = rule.numerator.metric if isinstance(rule, RatioRule) else rule.metric
-        found = run.doubts(points, scope.hardware, timed) if self.plan and self.plan.seq_len else []
-        return f"doubtful: {', '.join(found)}: {self.how}" if found else ""
-
-    @property
-    def how(self) -> str:
-        """The way to missing evidence, in words."""
-        if self.step.command:
-            return f"run `{self.step.command}`"
-        return self.rule.measure.text or f"this version lacks {self.rule.measure.lacking}"
+def worst(results: Iterable[Result]) -> Result:
+    """NO-GO if one is, else UNKNOWN if one is, else GO."""
+    found = set(results)
+    return next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in found)
 
 
 def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
@@ -179,85 +132,116 @@ def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -
 
 def judge(runs: list[Run], gates: Gates) -> list[TargetVerdict]:
     """The verdicts by these runs, newest first."""
-    minutes, crossed = durations(runs), crossings(runs, gates)
-    verdicts = []
-    for target in gates.targets:
-        for hardware in gates.of(target):
-            verdict = _target(target, hardware, gates.hardware, runs, minutes)
-            here = [each for each in crossed if hardware and each.hardware.gpu == hardware.gpu]
-            crossing = next((each for name in target.crossovers for each in here if each.name == name), None)
-            verdicts.append(replace(verdict, crossing=crossing))
-    return verdicts
+    known, crossed = durations(runs), crossings(runs, gates)
+    return [
+        _target(target, hardware, gates.hardware, runs, known, crossed)
+        for target in gates.targets
+        for hardware in gates.of(target)
+    ]
 
 
 def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVerdict]) -> None:
     """Store an evaluation of one run, or (None) of the whole store; the view v_gate shows the newest one."""
     at = now()
-    rows = [
-        {
-            "evaluated_at": at,
-            "run_id": run_id,
-            "target": target.name,
-            "target_title": target.full_title,
-            "target_result": target.result,
-            "position": position,
-            **{name: getattr(rule, name) for name in _STORED},
-        }
-        for target in verdicts
-        for position, rule in enumerate(target.rules)
-    ]
+    rows = []
+    for target in verdicts:
+        about = {"target": target.name, "target_title": target.full_title, "target_result": target.result}
+        for position, rule in enumerate(target.rules):
+            judged = {name: getattr(rule, name) for name in _STORED}
+            rows.append({"evaluated_at": at, "run_id": run_id, "position": position, **about, **judged})
     store.add_verdicts(rows)
 
 
 def _target(
-    target: Target, hardware: Hardware | None, known: Sequence[Hardware], runs: list[Run], minutes: list[Duration]
+    target: Target,
+    hardware: Hardware | None,
+    machines: Sequence[Hardware],
+    runs: list[Run],
+    known: list[Duration],
+    crossed: list[Crossing],
 ) -> TargetVerdict:
-    rules = [
-        _judge(_Case(rule, target.plan, runs, step_of(rule, hardware, minutes)), hardware, known)
-        for rule in target.rules_on(hardware)
-    ]
-    name = target.verdict_name(hardware.name) if hardware else target.name
-    result = worst(rule.result for rule in rules)
-    return TargetVerdict(name, target.title, result, rules, decision=target.name, hardware=hardware, plan=target.plan)
+    rules = []
+    for rule in target.rules_on(hardware):
+        step = step_of(rule, hardware, known)
+        verdict = _judge(_Case(rule, target.plan, runs, step), hardware, machines)
+        says = None
+        if rule.says and verdict.value:
+            says = rule.says.format(value=verdict.value, inverse=1 / verdict.value, bound=verdict.bound)
+        step = step if verdict.result is Result.UNKNOWN else None
+        rules.append(replace(verdict, step=step, headline=rule.headline, question=rule.question, says=says))
+    here = {each.name: each for each in crossed if hardware and each.hardware.gpu == hardware.gpu}
+    return TargetVerdict(
+        target.verdict_name(hardware.name) if hardware else target.name,
+        target.title,
+        worst(rule.result for rule in rules),
+        rules,
+        target.name,
+        hardware,
+        target.plan,
+        next((here[name] for name in target.crossovers if name in here), None),
+    )
 
 
-def worst(results: Iterable[Result]) -> Result:
-    """NO-GO if one is, else UNKNOWN if one is, else GO."""
-    found = set(results)
-    return next(result for result in (Result.NO_GO, Result.UNKNOWN, Result.GO) if result in found)
+@dataclass(frozen=True)
+class _Case:
+    """A rule to judge by the runs; `step` would settle it."""
+
+    rule: Rule
+    plan: Plan | None
+    runs: list[Run]
+    step: Step
+
+    def doubts(self, run: Run, points: Sequence[str], scope: Scope) -> str:
+        """Why the evidence is doubtful, in words; evidence for a plan is examined."""
+        rule, timed = self.rule, None
+        if not (self.plan and self.plan.seq_len):
+            return ""
+        if isinstance(rule, RatioRule | MetricRule) and rule.question in ("feasible", "worth it"):
+            timed = rule.numerator.metric if isinstance(rule, RatioRule) else rule.metric
+        found = run.doubts(points, scope.hardware, timed)
+        return f"doubtful: {', '.join(found)}: {self.how}" if found else ""
+
+    @property
+    def how(self) -> str:
+        """The way to missing evidence, in words."""
+        if self.step.command:
+            return f"run `{self.step.command}`"
+        return self.rule.measure.text or f"this version lacks {self.rule.measure.lacking}"
+
+    def unmeasured(self, missing: str, begun: Run | None) -> str:
+        """The reason without a complete run; `begun` is the newest other run with evidence."""
+        if begun is None:
+            return f"not measured: {missing}; {self.how}"
+        ended = sum(number for state, number in begun.states.items() if state.ended)
+        return f"no complete run: {begun} is {begun.state}, {ended} of {begun.points} points ended; {self.how}"
 
 
-def _judge(case: _Case, hardware: Hardware | None, known: Sequence[Hardware]) -> RuleVerdict:
+def _judge(case: _Case, hardware: Hardware | None, machines: Sequence[Hardware]) -> RuleVerdict:
     """The verdict by the plan's evidence on the hardware, else by lesser evidence that the rule accepts."""
-    rule = case.rule
-    scope = Scope(rule.where, hardware, whole=rule.gpus == "all")
+    scope = Scope(case.rule.where, hardware, whole=case.rule.gpus == "all")
     verdict = _judge_in(case, scope)
     if verdict.value is None and not _fails(case, scope):
-        verdict = next(_transferred(case, scope, known), verdict)
-    says = None
-    if rule.says and verdict.value:
-        says = rule.says.format(value=verdict.value, inverse=1 / verdict.value, bound=verdict.bound)
-    step = case.step if verdict.result is Result.UNKNOWN else None
-    return replace(verdict, step=step, headline=rule.headline, question=rule.question, says=says)
+        return next(_transferred(case, scope, machines), verdict)
+    return verdict
 
 
-def _transferred(case: _Case, own: Scope, known: Sequence[Hardware]) -> Iterator[RuleVerdict]:
+def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> Iterator[RuleVerdict]:
     """Verdicts by lesser evidence: of other points on this card, then of another card of its architecture."""
     rule, hardware = case.rule, own.hardware
-    others = [each for each in known if rule.transfers and hardware is not None and hardware.akin(each)]
-    cards = [hardware, *(other.model_copy(update={"gpus": own.hardware.gpus}) for other in others if own.hardware)]
+    others = [each for each in machines if rule.transfers and hardware is not None and hardware.akin(each)]
+    cards = [hardware, *(other.model_copy(update={"gpus": hardware.gpus}) for other in others if hardware)]
     filters = [("", rule.where), *((each.what, each.where) for each in rule.instead)]
     for card, (what, where) in product(cards, filters):
         if card is hardware and not what:
             continue
-        lesser_scope = replace(own, where=where, hardware=card, lengths={})
-        verdict = _judge_in(case, lesser_scope)
-        if verdict.value is None and card is hardware and _fails(case, lesser_scope):
-            return  # what fails on this card is not passed over for what ran on another
+        scope = Scope(where, card, own.whole)
+        verdict = _judge_in(case, scope)
         if verdict.value is not None:
             gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not hardware), None)
             lesser = ", ".join(filter(None, (gpu, what)))
             yield replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
+        elif card is hardware and _fails(case, scope):
+            return  # what fails on this card is not passed over for what ran on another
 
 
 def _fails(case: _Case, scope: Scope) -> bool:
@@ -282,7 +266,7 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     if run is None:
         others = (run for run in case.runs if not run.complete)
         begun = next((run for run in others if find(rule, run, scope).candidates), None)
-        return replace(verdict, reason=_unmeasured(wanted(rule, scope), begun, case.how))
+        return replace(verdict, reason=case.unmeasured(requirement(rule, scope), begun))
     verdict = replace(verdict, run_id=run.run_id, commit=run.commit)
     if found.refused and not found.candidates:
         return replace(verdict, reason=f"not comparable: {found.refused}; {run}; {case.how}")
@@ -290,24 +274,26 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
     furthest = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
     margin = bound - furthest.value if comparison == "<=" else furthest.value - bound
-    lacking = f"{found.lacking}: {case.how}" if found.lacking else _undecided(found.candidates, comparison, bound)
-    lacking = "; ".join(
-        filter(None, (lacking, case.doubts(run, furthest.points, scope), _passed_over(case, scope, verdict)))
-    )
+    lacking = [f"{found.lacking}: {case.how}"] if found.lacking else []
+    for low, high in (each.interval for each in found.candidates if each.interval and not found.lacking):
+        if high > bound if comparison == "<=" else low < bound:
+            lacking.append(f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths")
+            break
+    lacking += [case.doubts(run, furthest.points, scope), _passed_over(case, rule, scope, run)]
     if margin < 0 and isinstance(rule, MetricRule) and rule.proof:
         proven = {row["point_id"] for row in run.of(rule.proof, scope)}
         if proven.isdisjoint(furthest.points):
-            margin, lacking = None, f"no {rule.proof} there, so that more was not tried: {case.how}"
+            margin, lacking = None, [f"no {rule.proof} there, so that more was not tried: {case.how}"]
+    lacking = [each for each in lacking if each]
     result = Result.NO_GO if margin is not None and margin < 0 else Result.UNKNOWN if lacking else Result.GO
-    reason = f"{furthest.what}; {run}" + (f"; {lacking}" if lacking else "")
+    reason = "; ".join([furthest.what, str(run), *lacking])
     judged = {"value": furthest.value, "margin": margin, "evidence": furthest.points, "query": furthest.query}
     return replace(verdict, result=result, reason=reason, **judged)
 
 
 def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
     """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
-    same series, in a newer run without evidence.
-    """
+    same series, in a newer run without evidence."""
     newer: list[Run] = []
     for run in preferred(case.runs, scope):
         found = find(rule, run, scope)
@@ -318,30 +304,13 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
     return None, Found([]), None
 
 
-def _passed_over(case: _Case, scope: Scope, verdict: RuleVerdict) -> str:
-    """The newer run that measured less than the verdict's and violates the bound, in words; "" if there is none."""
-    assert not isinstance(case.rule, StatesRule)
-    comparison, bound = _bound(case.rule, case.plan)
-    for run in takewhile(lambda run: run.run_id != verdict.run_id, case.runs):
-        for candidate in find(case.rule, run, scope).candidates if run.complete else ():
+def _passed_over(case: _Case, rule: BoundedRule, scope: Scope, chosen: Run) -> str:
+    """The newer run that measured less than the chosen and violates the bound, in words; "" if there is none."""
+    comparison, bound = _bound(rule, case.plan)
+    for run in takewhile(lambda run: run.run_id != chosen.run_id, case.runs):
+        for candidate in find(rule, run, scope).candidates if run.complete else ():
             if candidate.value > bound if comparison == "<=" else candidate.value < bound:
                 return f"but the newer {run}, which measured less, has {candidate.what}: {case.how}"
-    return ""
-
-
-def _unmeasured(missing: str, begun: Run | None, how: str) -> str:
-    """The reason of a rule without a complete run; `begun` is the newest other run with evidence."""
-    if begun is None:
-        return f"not measured: {missing}; {how}"
-    ended = sum(number for state, number in begun.outline.states.items() if state.ended)
-    return f"no complete run: {begun} is {begun.state}, {ended} of {begun.outline.points} points ended; {how}"
-
-
-def _undecided(candidates: list[Candidate], comparison: str, bound: float) -> str:
-    """The reason that the fits do not decide, an interval across the bound; "" if they do."""
-    for low, high in (each.interval for each in candidates if each.interval):
-        if high > bound if comparison == "<=" else low < bound:
-            return f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths"
     return ""
 
 
@@ -356,32 +325,32 @@ def _bound(rule: BoundedRule, plan: Plan | None) -> tuple[str, float]:
 
 
 def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
+    """Count the points of the newest complete run that are in a bad state."""
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
     run = next(iter(preferred(case.runs, scope)), None)
     if run is None:
         begun = next((run for run in case.runs if run.lengths(scope)), None)
-        return replace(verdict, reason=_unmeasured(f"no points ({scope})", begun, case.how))
+        return replace(verdict, reason=case.unmeasured(f"no points ({scope})", begun))
     points = run.in_scope(scope)
     bad = [point for point in points if _is_bad(point, rule)]
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
     least = max(len(due), rule.min_points)
-    states = ", ".join(rule.none_of) if not rule.but else "otherwise than they should"
+    states = "otherwise than they should" if rule.but else ", ".join(rule.none_of)
     states += f" by {rule.because}" if rule.because else ""
     reason = f"{len(bad)} of {len(points)} points ended {states}"
     if bad:
-        why = [point["reason"] if rule.because else point["state"] for point in bad[:3]]
-        reason += ": " + "; ".join(f"{point['label']} ({each})" for point, each in zip(bad, why, strict=False))
+        why = "reason" if rule.because else "state"
+        reason += ": " + "; ".join(f"{point['label']} ({point[why]})" for point in bad[:3])
     elif len(ended) < least:
         reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
     doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
     reason += f"; {doubts}" if doubts else ""
-    result = Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts else Result.GO
     return replace(
         verdict,
         query=_query(rule, bad or ended),
-        result=result,
+        result=Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts else Result.GO,
         value=float(len(bad)),
         margin=0.0 - len(bad),
         reason=f"{reason}; {run}",

@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 from jobs.schema.states import Result
 from jobs.schema.training_plan import TrainingPlan
 from orchestrator.judge.decisions import Decision
-from orchestrator.judge.hardware import Hardware
+from orchestrator.judge.scope import Hardware
 from orchestrator.judge.steps import Step
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 

@@ -13,9 +13,9 @@ from statements import verdicts_of
 
 import orchestrator
 from jobs.schema.states import PointState, Result, RunState
-from orchestrator.judge.evidence import Scope, measured_runs
-from orchestrator.judge.filters import ANY
+from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import DEFAULT_GATES
+from orchestrator.judge.scope import ANY, Scope
 from orchestrator.judge.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
 from orchestrator.report.summary import print_verdicts
 from orchestrator.store import Store

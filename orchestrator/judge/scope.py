@@ -1,0 +1,187 @@
+"""Which points a rule is about: a filter of their coordinates, and the machine that they were measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, create_model, field_validator, model_validator
+
+from jobs.schema.axes import AXES, MORE
+
+LENGTH = "seq_len"
+RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
+_SLICE = " MIG "
+_ARCHITECTURES = {"A100": "sm80", "H100": "sm90", "H200": "sm90", "B200": "sm100"}
+
+Row = Mapping[str, Any]  # of the view v_metrics or v_points
+
+
+class Strict(BaseModel):
+    """Base of the sections of a rules' file: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Range(Strict):
+    """Inclusive bounds."""
+
+    at_least: StrictInt = 0
+    at_most: StrictInt | None = None
+
+    @model_validator(mode="after")
+    def _holds_something(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("is empty; give at_least, at_most or both")
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ValueError(f"at_most: {self.at_most}: is below at_least = {self.at_least}; exchange them")
+        return self
+
+
+Texts = str | Annotated[tuple[str, ...], Field(min_length=1)]
+Numbers = StrictInt | Annotated[tuple[StrictInt, ...], Field(min_length=1)]
+
+
+class _Where(Strict):
+    """Filter of points: all given fields must match. A text may be a pattern ("*H100*"); a list matches any member."""
+
+    gpu: Texts | None = None
+    job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
+    run_name: Texts | None = None
+    axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
+
+    @field_validator("axes")
+    @classmethod
+    def _own(cls, axes: dict[str, Any]) -> dict[str, Any]:
+        if named := sorted(axes.keys() & {axis.name for axis in AXES}):
+            raise ValueError(f"{named[0]}: is an axis of all kinds; write it beside axes, not below")
+        return axes
+
+    def matches(self, row: Row) -> bool:
+        return self.matches_but_length(row) and self.matches_length(row[LENGTH])
+
+    def matches_but_length(self, row: Row) -> bool:
+        """Whether all coordinates of a row match, its length aside."""
+        return all(_is_among(row.get(column), requested) for column, requested in self._requested)
+
+    def matches_length(self, length: float | None) -> bool:
+        return _is_among(length, getattr(self, LENGTH))
+
+    def also(self, more: Where) -> Where:
+        """This filter with the fields that `more` gives in place of its own."""
+        given = {name: getattr(each, name) for each in (self, more) for name in each.model_fields_set}
+        given["axes"] = {**self.axes, **more.axes}
+        return type(self).model_validate(given)  # no copy: it would keep what is cached
+
+    @cached_property
+    def _requested(self) -> list[tuple[str, Any]]:
+        """Columns with the requested values, of the fields that are given, without the length."""
+        found = {"gpu": self.gpu, "kind": self.job, "run_name": self.run_name}
+        found |= {axis.name: getattr(self, axis.attribute) for axis in AXES if axis.name != LENGTH}
+        found |= {MORE + name: requested for name, requested in self.axes.items()}
+        return [(column, requested) for column, requested in found.items() if requested is not None]
+
+    def __str__(self) -> str:
+        """The filter in words, for reasons."""
+        given = self.model_dump(by_alias=True, exclude_none=True)
+        given |= given.pop("axes")
+        labels = {axis.name: axis.label for axis in AXES if axis.name == LENGTH}
+        return ", ".join(f"{labels.get(name, name)} {_in_words(value)}" for name, value in given.items()) or "any point"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):  # a Range
+        low, high = value["at_least"], value.get("at_most")
+        return f">= {low:,}" if high is None else f"{low:,} to {high:,}"
+    return " or ".join(map(str, value if isinstance(value, list | tuple) else [value]))
+
+
+if TYPE_CHECKING:
+    Where = _Where
+else:  # one field per axis of AXES
+    _TYPES = {"text": Texts | None, "whole": Numbers | Range | None}
+    _FIELDS = {axis.attribute: (_TYPES[axis.type], Field(None, alias=axis.name)) for axis in AXES}
+    Where = create_model("Where", __base__=_Where, **_FIELDS)
+
+ANY = Where.model_validate({})
+
+
+def _is_among(value: str | float | None, requested: Texts | Numbers | Range | None) -> bool:
+    """Whether a coordinate has a requested value; None accepts anything."""
+    match requested:
+        case None:
+            return True
+        case Range(at_least=low, at_most=high):
+            return isinstance(value, int | float) and low <= value and (high is None or value <= high)
+        case tuple():
+            return any(_is_among(value, each) for each in requested)
+        case str() if isinstance(value, str):
+            return fnmatchcase(value, requested)
+        case _:
+            return value == requested
+
+
+class Hardware(BaseModel):
+    """A number of cards of one sort, or a CPU."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=40, pattern=r"^[a-z0-9][a-z0-9-]*$")  # after the slash of a verdict's
+    title: str = Field(min_length=1, max_length=80)
+    gpu: str | None = Field(None, min_length=1)  # pattern of the card's name as the driver gives it; None: a CPU
+    gpus: StrictInt = Field(ge=0)  # cards in the machine; 0: a CPU
+    architecture: str | None = Field(None, min_length=1)  # cards of the same one run the same kernels, e.g. "sm90"
+    accelerator: str | None = Field(None, min_length=1)  # Ray's accelerator type of the card
+    power: StrictInt | None = Field(None, ge=1)  # the card's usual power limit [W]; evidence of a lower one is doubtful
+    price: float | None = Field(None, ge=0, allow_inf_nan=False)  # dollars for an hour of one GPU; None: not known
+
+    @model_validator(mode="after")
+    def _card_or_cpu(self) -> Self:
+        if (self.gpus > 0) != (self.gpu is not None):
+            raise ValueError("a machine with gpus has a gpu (a pattern of its name), and one without has none")
+        for card, architecture in _ARCHITECTURES.items():
+            if card in (self.gpu or "") and self.architecture not in (None, architecture):
+                raise ValueError(f"architecture: {self.architecture!r}: {self.gpu!r} is {architecture}; write that")
+        return self
+
+    def measured(self, row: Row, *, whole: bool = False) -> bool:
+        """Whether a point was measured here: on one card, or on all (`whole`)."""
+        if self.gpu is None:
+            return bool(row["device"] == "cpu")
+        return self.is_card(row["gpu"]) and (row.get(RANKS) or 1) == (self.gpus if whole else 1)
+
+    def is_card(self, name: str | None) -> bool:
+        """Whether `name`, as the driver gives it, is this card; None: a CPU. A slice of a card (MIG), "NVIDIA H200 MIG
+        1g.18gb", is the card only for a pattern that names MIG."""
+        if self.gpu is None or name is None:
+            return self.gpu is name
+        return fnmatchcase(name, self.gpu) and (_SLICE in self.gpu or _SLICE not in name)
+
+    def akin(self, other: Hardware) -> bool:
+        """Whether `other` is another card of the same architecture."""
+        return None not in (self.gpu, self.architecture) and (
+            other.architecture == self.architecture and other.gpu not in (None, self.gpu)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The points that a rule is about: a filter, on one hardware if it names one."""
+
+    where: Where
+    hardware: Hardware | None = None
+    whole: bool = False  # the points measured on all GPUs of the hardware; else those on one
+    lengths: dict[int, Any] = field(default_factory=dict)  # of each shape of a run, as far as it was asked for
+
+    def matches(self, row: Row) -> bool:
+        return self.is_here(row) and self.where.matches(row)
+
+    def is_here(self, row: Row) -> bool:
+        """Whether a row's point was measured on the scope's hardware."""
+        return self.hardware is None or self.hardware.measured(row, whole=self.whole)
+
+    def __str__(self) -> str:
+        return str(self.where) + (f"; on {self.hardware.title}" if self.hardware else "")
