@@ -21,7 +21,9 @@ from orchestrator.settings import SOURCES
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
 READY_SPECS = SOURCES / "jobs" / "configs"
-LONGEST_NAME = 80  # of the columns of the table `verdict`
+_LONGEST_NAME = 80  # of the columns of the table `verdict`
+Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Words = Annotated[str, Field(min_length=1)]
 Bound = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # no value violates a bound of NaN
 _SHAPE = (*(axis.name for axis in AXES if axis.name not in ("implementation", "batch")), "gpu")
 
@@ -44,8 +46,8 @@ class Measure(Strict):
 
     spec: str | None = Field(None, description="file name of a ready spec (jobs/configs)")
     set: tuple[str, ...] = Field((), description="KEY=VALUE to override in it")
-    lacking: str | None = Field(None, min_length=1)
-    text: str | None = Field(None, min_length=1)
+    lacking: Words | None = None
+    text: Words | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -74,15 +76,11 @@ class Measure(Strict):
 
 
 class Plan(TrainingPlan):
-    """A planned run: its length and mode, beside its steps, tokens a step and hours.
-
-    Attributes:
-        mode: values of the axes of a training's mode on one GPU; `parallel` is that on several.
-    """
+    """A planned run: its length and mode, beside its steps, tokens a step and hours."""
 
     seq_len: int | None = Field(None, ge=1)
-    mode: dict[str, str] = Field({})
-    parallel: str | None = None
+    mode: dict[str, str] = Field({})  # values of the axes of a training's mode
+    parallel: str | None = None  # that on several GPUs
 
     @field_validator("mode")
     @classmethod
@@ -100,25 +98,20 @@ class Plan(TrainingPlan):
         """Numbers for commands, on so many GPUs; none without a length."""
         if self.seq_len is None:
             return {}
-        batch, ranks = self.tokens_per_step // self.seq_len, max(gpus, 1)
-        micro_batch = max(batch // ranks, 1)
+        batch = self.tokens_per_step // self.seq_len
         return {
             "seq_len": self.seq_len,
             "batch": batch,
             "tokens": self.tokens_per_step,
-            "micro_batch": micro_batch,
+            "micro_batch": max(batch // max(gpus, 1), 1),
             "checkpoint_every": max(1, 4_096_000 // self.tokens_per_step),  # a dozen and more in a soak's piece
         }
 
     def where(self, names: Iterable[str], gpus: int) -> Where:
         """The filter of points that agree with the plan in `names` (of AtPlan)."""
-        values, given = self.values(gpus), {}
-        for name in names:
-            if name == "mode":
-                given["axes"] = self.mode | ({"parallel": self.parallel} if gpus > 1 and self.parallel else {})
-            else:
-                given[name] = values[name]
-        return Where.model_validate(given)
+        mode = self.mode | ({"parallel": self.parallel} if gpus > 1 and self.parallel else {})
+        values = self.values(gpus) | {"mode": mode}
+        return Where.model_validate({"axes" if name == "mode" else name: values[name] for name in names})
 
 
 AtPlan = Literal["seq_len", "batch", "mode"]
@@ -128,7 +121,7 @@ QUESTIONS = ("right", "feasible", "worth it")
 class Instead(Strict):
     """Lesser evidence that counts as transferred: of points that do not agree with the plan in `without`."""
 
-    what: str = Field(min_length=1, description="what differs, in words")
+    what: Words = Field(description="what differs, in words")
     without: tuple[AtPlan, ...] = ()
     where: Where = ANY
 
@@ -152,8 +145,8 @@ class Change(Strict):
 class _Rule(Strict):
     """Fields of every rule; `measure` tells how to get missing evidence."""
 
-    rule: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
-    title: str = Field(min_length=1)
+    rule: Name
+    title: Words
     measure: Measure
     where: Where = ANY
     headline: bool = Field(False, description="its figure belongs into a sentence about the target")
@@ -171,7 +164,8 @@ class _Rule(Strict):
     @classmethod
     def _can_be_filled(cls, says: str | None) -> str | None:
         try:
-            return says and (says.format(value=1.0, inverse=1.0, bound=1.0) and says)
+            (says or "").format(value=1.0, inverse=1.0, bound=1.0)
+            return says
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as err:
             raise ValueError(f"{err} cannot be filled in; use {{value}}, {{inverse}} or {{bound}}") from None
 
@@ -185,25 +179,18 @@ class _Rule(Strict):
     def judged_on(self, hardware: Hardware | None, plan: Plan | None) -> Self:
         """The rule as it is judged on a hardware (None: any machine), for a plan."""
         where, given, gpus = self.where, {}, hardware.gpus if hardware and self.gpus == "all" else 1
-        for change in (
-            self.on_several if gpus > 1 else Change(),
-            self.per_hardware.get(hardware.name if hardware else ""),
-        ):
-            if change is not None:
-                given |= {name: getattr(change, name) for name in change.model_fields_set}
-                where = where.also(change.where)
-        if plan is not None:
-            weaker = [
-                each.model_copy(
-                    update={
-                        "where": where.also(plan.where(set(self.at_plan) - set(each.without), gpus)).also(each.where)
-                    }
-                )
-                for each in self.instead
-            ]
-            given |= {"instead": tuple(weaker), "measure": given.get("measure", self.measure).at(plan.values(gpus))}
-            where = where.also(plan.where(self.at_plan, gpus))
-        return self.model_copy(update=given | {"where": where})
+        here = self.per_hardware.get(hardware.name) if hardware else None
+        for change in filter(None, (self.on_several if gpus > 1 else None, here)):
+            given |= {name: getattr(change, name) for name in change.model_fields_set}
+            where = where.also(change.where)
+        if plan is None:
+            return self.model_copy(update=given | {"where": where})
+        lesser = []
+        for each in self.instead:
+            agreed = plan.where(set(self.at_plan) - set(each.without), gpus)
+            lesser.append(each.model_copy(update={"where": where.also(agreed).also(each.where)}))
+        given |= {"instead": tuple(lesser), "measure": given.get("measure", self.measure).at(plan.values(gpus))}
+        return self.model_copy(update=given | {"where": where.also(plan.where(self.at_plan, gpus))})
 
 
 class _Bounded(_Rule):
@@ -215,7 +202,7 @@ class _Bounded(_Rule):
         if (self.at_most is None) == (self.at_least is None):
             raise ValueError("give either at_most or at_least")
         changes = {f"per_hardware.{name}": change for name, change in self.per_hardware.items()}
-        for name, change in (changes | {"on_several": self.on_several}).items():
+        for name, change in {**changes, "on_several": self.on_several}.items():
             if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
                 raise ValueError(f"{name}.{other[0]}: is not the bound of this rule; change the one that it has")
         return self
@@ -285,8 +272,8 @@ Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discr
 class Target(Strict):
     """A decision: GO only if every rule holds; on each of its hardware separately, if it names any."""
 
-    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")
-    title: str = Field(min_length=1)
+    name: Name
+    title: Words
     plan: Plan | None = None
     crossovers: tuple[str, ...] = Field((), description="the first that has evidence is named in sentences")
     hardware: tuple[str, ...] = ()
@@ -317,8 +304,10 @@ class Target(Strict):
                     f"rules.{rule.rule}.per_hardware: {unknown[0]!r} is not hardware of this target; add it there"
                 )
         for name in self.hardware:
-            if len(self.verdict_name(name)) > LONGEST_NAME:
-                raise ValueError(f"name: {self.verdict_name(name)!r} is longer than {LONGEST_NAME} letters; shorten it")
+            if len(self.verdict_name(name)) > _LONGEST_NAME:
+                raise ValueError(
+                    f"name: {self.verdict_name(name)!r} is longer than {_LONGEST_NAME} letters; shorten it"
+                )
         return self
 
     def verdict_name(self, hardware: str) -> str:
@@ -334,8 +323,8 @@ class Target(Strict):
 class Crossover(Strict):
     """A workload, and the length from which on NSA takes less time than dense attention: the ratio falls below 1."""
 
-    name: str = Field(min_length=1, max_length=LONGEST_NAME)
-    title: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=_LONGEST_NAME)
+    title: Words
     where: Where = ANY
     numerator: Side
     denominator: Side
@@ -357,11 +346,8 @@ class Gates(Strict):
         if not isinstance(targets, list) or not all(isinstance(each, dict) for each in targets):
             return data
         named = {str(each.get("name")): each.get("rules") for each in targets}
-        shared = [
-            each | {"rules": named.get(str(each["rules"]), each["rules"])} if "rules" in each else each
-            for each in targets
-        ]
-        return data | {"targets": shared}
+        rules = [{"rules": named.get(str(each["rules"]), each["rules"])} if "rules" in each else {} for each in targets]
+        return data | {"targets": [each | shared for each, shared in zip(targets, rules, strict=True)]}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -387,35 +373,26 @@ class Gates(Strict):
         return [known[name] for name in target.hardware] or [None]
 
     def on(self, machine: str | None) -> Gates:
-        """The rules of the targets that are judged on a hardware, on it alone; None: on all.
-
-        Raises:
-            GatesError: no target is judged on it.
-        """
+        """The rules of the targets that are judged on a hardware, on it alone; None: on all. Raises GatesError."""
         if machine is None:
             return self
-        chosen = [each for each in self.targets if machine in each.hardware]
-        if not chosen:
-            known = sorted({name for target in self.targets for name in target.hardware})
-            raise GatesError(f"--on: {machine!r}: no target is judged on it; use one of {', '.join(known)}")
-        targets = tuple(each.model_copy(update={"hardware": (machine,)}) for each in chosen)
-        return self.model_copy(update={"targets": targets})
+        on_it = {"hardware": (machine,)}
+        if targets := tuple(each.model_copy(update=on_it) for each in self.targets if machine in each.hardware):
+            return self.model_copy(update={"targets": targets})
+        known = sorted({name for target in self.targets for name in target.hardware})
+        raise GatesError(f"--on: {machine!r}: no target is judged on it; use one of {', '.join(known)}")
 
-    def only(self, wanted: str | None) -> Gates:
-        """The rules of one target, on one hardware if `wanted` is TARGET/HARDWARE; None: all targets.
-
-        Raises:
-            GatesError: the target, or its hardware, is unknown.
-        """
-        if wanted is None:
+    def only(self, requested: str | None) -> Gates:
+        """The rules of one target, on one hardware if it is TARGET/HARDWARE; None: all targets. Raises GatesError."""
+        if requested is None:
             return self
-        name, slash, hardware = wanted.partition("/")
+        name, slash, hardware = requested.partition("/")
         for target in self.targets:
             if target.name == name and (hardware in target.hardware or not slash):
                 chosen = target.model_copy(update={"hardware": (hardware,)} if hardware else {})
                 return self.model_copy(update={"targets": (chosen,)})
         names = [each for target in self.targets for each in (target.name, *map(target.verdict_name, target.hardware))]
-        raise GatesError(f"target: {wanted!r} is unknown; use one of {', '.join(names)}")
+        raise GatesError(f"target: {requested!r} is unknown; use one of {', '.join(names)}")
 
 
 def _double(names: Iterable[str]) -> str | None:
@@ -424,12 +401,7 @@ def _double(names: Iterable[str]) -> str | None:
 
 
 def load_gates(path: Path | None = None) -> Gates:
-    """Read and validate the rules at `path`; None: the default gates.yaml, which is read again when it changed.
-
-    Raises:
-        GatesError: the file is missing or invalid YAML, a key is unknown, a value is wrong, or a plan contradicts
-            itself.
-    """
+    """The rules at `path`; None: the default gates.yaml, which is read again when it changed. Raises GatesError."""
     if path is None and DEFAULT_GATES.is_file():
         return _default_gates(DEFAULT_GATES.stat().st_mtime_ns)
     return _gates_in(path or DEFAULT_GATES)
@@ -441,11 +413,11 @@ def _default_gates(changed: int) -> Gates:  # `changed` is the cache's key only
 
 
 def _gates_in(path: Path) -> Gates:
+    data = None
     try:
         data = read_mapping(path, "gates", "targets:")
+        return Gates.model_validate(data)
     except YamlError as err:
         raise GatesError(str(err)) from None
-    try:
-        return Gates.model_validate(data)
     except ValidationError as err:
         raise GatesError("\n".join(describe(err, data, "gates", _KINDS))) from None
