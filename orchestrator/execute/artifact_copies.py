@@ -31,10 +31,10 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
     def __init__(self, assignment: Assignment, url: str | None) -> None:
         self._assignment = assignment
         self._url = url
-        self._store = ArtifactStore(url or "")
         self._names: set[str] = set()
         self._pending: deque[Source] = deque()  # the first is being copied
         self._copy: _Copy | None = None
+        self._store = ArtifactStore(url or "")
 
     def __exit__(self, *_: object) -> None:
         if self._copy is not None:
@@ -51,13 +51,19 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
     def records(self, timeout: float = 0.0) -> Iterator[ArtifactRecord | EventRecord]:
         """A record for each file that was copied since the last call, or given up: the artifact, or a warning that says
         why it is not kept. Waits up to `timeout` seconds for each."""
+        of_attempt = self._assignment
         while self._pending:
             source = self._pending[0]
-            copy = self._copy = self._copy or _Copy(self._store, self._assignment, source)
+            copy = self._copy = self._copy or _Copy(self._store, of_attempt, source)
             if copy.done(timeout):
                 self._copy = None
                 self._pending.popleft()
-                yield self._record(source, copy)
+                try:
+                    yield ArtifactRecord(**of_attempt.ids, attempt=of_attempt.attempt, artifact=copy.result())
+                except ArtifactError as err:
+                    yield of_attempt.warning(f"file not kept: {err}")
+                except Exception as err:  # it must not cost the other files
+                    yield of_attempt.warning(f"file not kept: {source.name!a}: {type(err).__name__}: {err}")
             elif time.monotonic() - copy.last_piece < STALL_S:
                 return
             else:
@@ -66,7 +72,7 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                 stalled = list(self._pending)
                 self._pending.clear()
                 reason = f"the artifact store {self._url} did not answer for {STALL_S:g} s"
-                yield from (self._not_kept(f"{source.name!a}: {reason}") for source in stalled)
+                yield from (of_attempt.warning(f"file not kept: {each.name!a}: {reason}") for each in stalled)
 
     def rest(
         self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
@@ -82,18 +88,6 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                 yield record
                 if stopped():
                     return
-
-    def _record(self, source: Source, copy: _Copy) -> ArtifactRecord | EventRecord:
-        try:
-            artifact = copy.result()
-        except ArtifactError as err:
-            return self._not_kept(str(err))
-        except Exception as err:  # it must not cost the other files
-            return self._not_kept(f"{source.name!a}: {type(err).__name__}: {err}")
-        return ArtifactRecord(**self._assignment.ids, attempt=self._assignment.attempt, artifact=artifact)
-
-    def _not_kept(self, problem: str) -> EventRecord:
-        return self._assignment.warning(f"file not kept: {problem}")
 
 
 class _Copy(BackgroundCall[ArtifactData]):

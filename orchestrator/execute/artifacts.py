@@ -143,16 +143,33 @@ class ArtifactStore:
         """
         if source.problem:
             raise ArtifactError(f"{_quoted(source.name)}: {source.problem}")
-        content = _Content()
-        with _opened(source) as (file, size), self._writing(path) as out:
-            while content.size < size and (piece := _read(file, min(_PIECE, size - content.size), source.name)):
+        unreadable = f"{_quoted(source.name)}: its file cannot be read"
+        with contextlib.ExitStack() as block:
+            with _naming(unreadable):
+                file, size = _opened(source)
+                block.enter_context(file)
+            out = block.enter_context(self._writing(path))
+            digest, tail, done = hashlib.sha256(), b"", 0
+            while done < size:
+                with _naming(unreadable):
+                    piece = file.read(min(_PIECE, size - done))
+                if not piece:
+                    problem = f"its file shrank from {size:,} bytes while it was copied"
+                    raise ArtifactError(f"{_quoted(source.name)}: {problem}")
                 with self._naming_store(path):
                     out.write(piece)
-                content.add(piece)
+                digest.update(piece)
+                tail, done = (tail + piece)[-STORED_BYTES:], done + len(piece)
                 after_piece()
-            if content.size < size:
-                raise ArtifactError(f"{_quoted(source.name)}: its file shrank from {size:,} bytes while it was copied")
-        return content.describe(source.name, path)
+        text = Path(source.name).suffix in _TEXTS  # its end is stored in the database, too
+        return ArtifactData(
+            name=source.name,
+            path=path,
+            size=size,
+            sha256=digest.hexdigest(),
+            content=tail.decode(errors="replace").replace("\0", "\\0") if text else None,
+            truncated=text and size > STORED_BYTES,
+        )
 
     def pieces(self, path: str, size: int, sha256: str) -> Iterator[bytes]:
         """The content of a file, in pieces. The last one comes only if size and hash are right.
@@ -187,30 +204,31 @@ class ArtifactStore:
     def _writing(self, path: str) -> Iterator[Any]:
         """A new file, which is there once the block has ended without an exception."""
         target = self._at(path)
-        part = Path(target).with_name(f".{Path(target).name}.part")
         with self._naming_store(path):
-            if self._local:
-                part.parent.mkdir(parents=True, exist_ok=True)
-                out = part.open("wb")
-            else:
-                for _ in range(0 if self.url.startswith(_WITHOUT_FOLDERS) else 2):  # others may be making the same ones
-                    with contextlib.suppress(Exception):  # the write says why
-                        self._connection[0].makedirs(target.rpartition("/")[0], exist_ok=True)
-                out = self._connection[0].open(target, "wb", block_size=_BLOCK)
+            filesystem = self._connection[0]
+            for _ in range(0 if self.url.startswith(_WITHOUT_FOLDERS) else 2):  # others may be making the same ones
+                with contextlib.suppress(Exception):  # the write says why
+                    filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
+            out = filesystem.open(target, "wb", block_size=_BLOCK)
         try:
             yield out
             with self._naming_store(path):
                 out.close()
-                if self._local:
-                    part.replace(target)
         except BaseException:
             with contextlib.suppress(Exception):
-                if self._local:
-                    part.unlink(missing_ok=True)
-                    out.close()
-                else:
-                    _abandon(out)
+                self._abandon(out, target)
             raise
+
+    def _abandon(self, out: Any, target: str) -> None:
+        """Give up a file that is being written."""
+        with contextlib.suppress(Exception):
+            out.discard()
+        try:
+            out.closed = True  # else the garbage collector would complete the upload
+        except AttributeError:  # no upload in parts
+            out.close()
+        if self._local:
+            os.unlink(target)
 
     def _reading(self, path: str) -> Iterator[bytes]:
         """The pieces of a file. Raises ArtifactError."""
@@ -252,74 +270,30 @@ class ArtifactStore:
             reason = f"cannot be reached: {error_in_a_line(err)}; check NSA_ARTIFACT_STORE"
             raise ArtifactError(f"the artifact store {self.url} {reason}") from None
 
-    @contextlib.contextmanager
-    def _naming_store(self, path: str) -> Iterator[None]:
-        """Raise what fails in the block as an ArtifactError that names the file and the store."""
-        try:
-            yield
-        except ArtifactError:
-            raise
-        except Exception as err:  # the packages of the schemes raise errors of their own
-            raise ArtifactError(f"{path}: the artifact store {self.url} failed: {error_in_a_line(err)}") from None
-
-
-class _Content:
-    """Content of a file, collected in pieces: its size [bytes] and digest, and of a text the end."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._digest, self._tail = hashlib.sha256(), b""
-
-    def add(self, piece: bytes) -> None:
-        self._digest.update(piece)
-        self._tail = piece if len(piece) >= STORED_BYTES else (self._tail + piece)[-STORED_BYTES:]
-        self.size += len(piece)
-
-    def describe(self, name: str, path: str) -> ArtifactData:
-        """The description of the file with this content; its name says whether it is a text."""
-        text = Path(name).suffix in _TEXTS
-        return ArtifactData(
-            name=name,
-            path=path,
-            size=self.size,
-            sha256=self._digest.hexdigest(),
-            content=self._tail[-STORED_BYTES:].decode(errors="replace").replace("\0", "\\0") if text else None,
-            truncated=text and self.size > STORED_BYTES,
-        )
-
-
-def _abandon(file: Any) -> None:
-    """Give up a file that is being written to a filesystem of fsspec."""
-    with contextlib.suppress(Exception):
-        file.discard()
-    try:
-        file.closed = True  # else the garbage collector would complete the upload
-    except AttributeError:  # no upload in parts
-        file.close()
+    def _naming_store(self, path: str) -> contextlib.AbstractContextManager[None]:
+        return _naming(f"{path}: the artifact store {self.url} failed")
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[tuple[BinaryIO, int]]:
+def _naming(what: str) -> Iterator[None]:
+    """Raise what fails in the block as an ArtifactError that says what failed."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as err:  # the packages of the schemes raise errors of their own
+        raise ArtifactError(f"{what}: {error_in_a_line(err)}") from None
+
+
+def _opened(source: Source) -> tuple[BinaryIO, int]:
     """The source's bytes and their number."""
     if isinstance(source.content, str):
         data = source.content.encode(errors="replace")
-        yield io.BytesIO(data), len(data)
-        return
-    try:
-        file = open_regular(source.content, buffering=0)
-    except (OSError, ValueError) as err:
-        raise ArtifactError(f"{_quoted(source.name)}: its file cannot be read: {error_in_a_line(err)}") from None
-    with file:
-        end = os.fstat(file.fileno()).st_size
-        file.seek(source.start)
-        yield file, min(end, end if source.stop is None else source.stop) - source.start
-
-
-def _read(file: BinaryIO, size: int, name: str) -> bytes:
-    try:
-        return file.read(size)
-    except OSError as err:
-        raise ArtifactError(f"{_quoted(name)}: its file cannot be read: {error_in_a_line(err)}") from None
+        return io.BytesIO(data), len(data)
+    file = open_regular(source.content, buffering=0)
+    end = os.fstat(file.fileno()).st_size
+    file.seek(source.start)
+    return file, min(end, end if source.stop is None else source.stop) - source.start
 
 
 def _quoted(text: str) -> str:

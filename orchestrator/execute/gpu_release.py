@@ -21,7 +21,6 @@ _FREE_WITHIN_S = 30.0
 _SLACK_BYTES = 256 << 20  # variation of the driver's own memory
 _ANSWER_S = 10.0  # without persistence mode the driver is loaded first
 _STOPPED_S = 1.0
-_ERRORS = (nvml.NvmlError, pynvml.NVMLError)
 
 
 class _SilentError(nvml.NvmlError):
@@ -46,35 +45,27 @@ class Gpus:
         self._problem: str | None = None  # why it is unknown, if NVML did not answer
         self.ids = [part.strip() for part in (visible or "").split(",") if part.strip()]
         if visible is None:
-            try:
-                self.ids = self._ask(nvml.visible_gpus)
-            except _ERRORS:
-                self.ids = []
+            self.ids = self._ask(nvml.visible_gpus, [])
 
     def misfit(self, planned: str | None) -> str | None:
         """Reason why a point that is planned for a card, as the probe named it, may not be measured on these GPUs.
 
         None if it may, and where NVML cannot say which they are.
         """
-        for gpu in self.ids if planned else ():
-            try:
-                card = self._ask(lambda gpu=gpu: nvml.describe(gpu)).get("name")
-            except _ERRORS:
-                continue
-            if card not in (planned, None):
-                fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
-                return f"planned for {planned}, node {socket.gethostname()} has {card}; {fix}"
-        return None
+        cards = self._ask(lambda: [nvml.describe(gpu).get("name") for gpu in self.ids], []) if planned else []
+        other = next((card for card in cards if card not in (planned, None)), None)
+        if other is None:
+            return None
+        fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"
+        return f"planned for {planned}, node {socket.gethostname()} has {other}; {fix}"
 
     def note_use(self) -> None:
         """Note the memory in use, before a process of the slot is started."""
-        self._used, self._problem = {}, None
+        self._problem = None
         try:
-            self._used = self._ask(lambda: _used(self.ids)) if self.ids else {}
+            self._used = self._ask(lambda: _used(self.ids), {}, silent_is_error=True) if self.ids else {}
         except _SilentError as err:
-            self._problem = f"{err}; whether the point's GPUs are free is not known"
-        except _ERRORS:
-            pass
+            self._used, self._problem = {}, f"{err}; whether the point's GPUs are free is not known"
 
     def wait_free(self, pids: Collection[int]) -> str | None:
         """Wait until no process of `pids` holds a CUDA context and the memory in use is what it was before.
@@ -85,11 +76,9 @@ class Gpus:
         begun, problem = time.monotonic(), self._problem
         while self._used:
             try:
-                problem = self._ask(lambda: self._obstacle(pids))
+                problem = self._ask(lambda: self._obstacle(pids), None, silent_is_error=True)
             except _SilentError as err:
                 problem = f"{err}, and GPU {', '.join(self._used)} may be in use"
-            except _ERRORS:
-                return None
             passed = time.monotonic() - begun
             if problem is None:
                 return None
@@ -109,11 +98,12 @@ class Gpus:
                 return f"GPU {gpu} still has {excess >> 20} MiB more in use than before the point"
         return None
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer of NVML. While one is missing, no other question is put: it would wait, too, in one more thread.
+    def _ask(self, question: Callable[[], T], unknown: T, *, silent_is_error: bool = False) -> T:
+        """The answer of NVML, `unknown` if it has none. While one is missing, no other question is put: it would wait,
+        too, in one more thread.
 
         Raises:
-            NVMLError, NvmlError: as the question; _SilentError: there is no answer in time.
+            _SilentError: there is no answer in time, where that is asked for.
         """
         if self._unanswered is None or self._unanswered.done():
             call, begun = BackgroundCall(question), time.monotonic()
@@ -122,8 +112,13 @@ class Gpus:
                     self._unanswered = call
                     break
             else:
-                return call.result()
-        raise _SilentError("NVML does not answer")
+                try:
+                    return call.result()
+                except (nvml.NvmlError, pynvml.NVMLError):
+                    return unknown
+        if silent_is_error:
+            raise _SilentError("NVML does not answer")
+        return unknown
 
 
 def _used(gpus: Sequence[str]) -> dict[str, int]:

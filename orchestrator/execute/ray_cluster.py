@@ -19,7 +19,7 @@ from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
-from orchestrator.execute.room import Share, card_types, check_resources, check_room, gpus_per_point
+from orchestrator.execute.room import Share, card_types, gpus_per_point
 from orchestrator.messages import Assignment, BatchEnded, Conditions, Requirements, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
@@ -28,7 +28,6 @@ _CANCEL_S = 1.5
 _STOP_S = 3.0  # that a driver needs to end, and that Ray gives it where nothing is set
 _PATIENCE_S = 15.0
 _PROBES = 3
-_CHECK_S = 120.0  # a node's first task of a job waits for its copy of the sources
 _ANSWER_S = 1.0
 
 
@@ -51,94 +50,55 @@ class RayExecutor:
                 "use --local"
             )
         head = connect(spec, settings)
-        self._by_id = interruptibly(_nodes)
-        check_resources(spec, list(self._by_id.values()))
-        if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
-            node, amounts = held
-            self._by_id[node] = {name: amount - amounts.get(name, 0) for name, amount in self._by_id[node].items()}
-            try:
-                check_resources(spec, list(self._by_id.values()))
-            except UserError as err:
-                own = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
-                raise UserError(
-                    f"entrypoint: this job itself holds {own}, which its points need; submit it without "
-                    f"--entrypoint-num-cpus and the like\n{err}"
-                ) from None
-        self._nodes = list(self._by_id.values())
+        self._nodes = interruptibly(_nodes)
         self._type = spec.resources.accelerator_type  # of all points: the requested one, else the one probed
-        self._planned: Share | None = None  # of the probe, then of the points
+        gpus = spec.resources.num_gpus
+        self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
+        self._share.check([*self._nodes.values()])
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
         self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
-        self._watch = ClusterWatch(head, self._check_room)
+        # What the tasks ask Ray for is narrower than the spec once a card was probed.
+        self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
         import ray
 
         required = Requirements.of(self._spec)
-        has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes)
+        has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes.values())
         gpus = required.gpus if required.gpus is not None else float(has_gpu and self._spec.device != "cpu")
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        self._planned = Share.of(self._spec, gpus, self._type)
-        task = task.options(**_options(self._planned))
+        self._share = Share.of(self._spec, gpus, self._type)
+        task = task.options(**_options(self._share))
         with _gone():
             answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
             if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                count = len(required.envs) * len(required.pythons)
-                checks = f", and to check {count} environments there" if count > 1 else ""
-                warn(f"waiting for the cluster to have room for a point{checks}")
+                warn(
+                    "waiting for the cluster to have room for a point (a job that was submitted with "
+                    "--entrypoint-num-cpus or --entrypoint-num-gpus holds these itself)"
+                )
             while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                 self._watch.look()
             node, machines = ray.get(answer)
-        gpus = gpus_per_point(self._spec, machines[self._spec.python[0]])  # none if the nodes' GPUs are of no use
-        if gpus and self._type is None:
-            self._type = next(iter(card_types(self._by_id.get(node, {}))), None)
-        self._check_nodes(required, gpus, checked=node)
+        if self._type is None and gpus_per_point(self._spec, machines[self._spec.python[0]]):
+            self._type = next(iter(card_types(self._nodes.get(node, {}))), None)
         return machines
-
-    def _check_nodes(self, required: Requirements, gpus: float, checked: str) -> None:
-        """Check paths and interpreters on every other node that may run a point; waits for no room there."""
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        share = Share.of(self._spec, gpus, self._type)
-        nodes = [node for node, resources in self._by_id.items() if node != checked and share.on(resources)]
-        if not nodes or not (required.paths or any(required.pythons)):
-            return
-        check: Any = ray.remote(num_cpus=0, max_retries=0)(requirements.lacking)  # pyright: ignore[reportCallIssue]
-        tasks = [check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-        answers = interruptibly(lambda: [task.remote(required) for task in tasks])
-        ready, late = ray.wait(answers, num_returns=len(answers), timeout=_CHECK_S)
-        mistakes = []
-        for answer in ready:
-            try:
-                mistakes += ray.get(answer)
-            except RayTaskError:
-                raise
-            except RayError:  # the node left the cluster: it measures nothing
-                continue
-        if late:
-            warn(f"{len(late)} nodes did not say within {_CHECK_S:.0f} s what they have")
-        if mistakes:
-            raise UserError("\n".join(dict.fromkeys(mistakes)))
 
     def slots(self, machine: Machine) -> int:
         import ray
 
-        share = Share.of(self._spec, gpus_per_point(self._spec, machine), self._type)
+        share = self._share = Share.of(self._spec, gpus_per_point(self._spec, machine), self._type)
         # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
-        self._planned = share
         self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
-        supervisor_share = replace(share, cpus=0, gpus=0) if self._cluster else share
-        self._task = remote(_supervise).options(**_options(supervisor_share))
-        self._gpus = None if supervisor_share.gpus else ""
-        room = share.points(self._nodes)
+        of_task = replace(share, cpus=0, gpus=0) if self._cluster else share
+        self._task = remote(_supervise).options(**_options(of_task))
+        self._gpus = None if of_task.gpus else ""
+        room = share.points([*self._nodes.values()])
         return max(1, min(room, self._spec.resources.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
@@ -154,8 +114,17 @@ class RayExecutor:
             time.sleep(timeout)
             return []
         with _gone():
-            ready, _ = ray.wait(list(self._live), num_returns=1, timeout=timeout)
-        return [(self._live[stream], self._next(stream)) for stream in ready]
+            ready: list[Any] = ray.wait(list(self._live), num_returns=1, timeout=timeout)[0]
+        updates = []
+        for stream in ready:
+            batch = self._live[stream]
+            try:
+                update: Any = ray.get(next(stream))
+            except Exception as err:
+                update = _batch_ended(err)
+                del self._live[stream]
+            updates.append((batch, update))
+        return updates
 
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
@@ -171,27 +140,7 @@ class RayExecutor:
             ray.cancel(stream)
         deadline = time.monotonic() + patience_s
         while self._live and time.monotonic() < deadline:
-            for batch, update in self.poll(0.1):
-                if isinstance(update, BatchEnded):
-                    self._live = {stream: b for stream, b in self._live.items() if b != batch}
-
-    def _next(self, stream: Any) -> Update | BatchEnded:
-        import ray
-
-        try:
-            update: Any = ray.get(next(stream))
-            return update
-        except StopIteration:
-            end = BatchEnded()
-        except Exception as err:
-            end = _batch_ended(err)
-        self._live.pop(stream, None)
-        return end
-
-    def _check_room(self) -> None:
-        """Check that the nodes have room for what the tasks ask Ray for, which is narrower than the spec."""
-        if self._planned is not None:
-            check_room(self._planned, list(_nodes().values()))
+            self.poll(0.1)
 
 
 def _time_to_stop() -> float:
@@ -206,9 +155,7 @@ def _time_to_stop() -> float:
 def _options(share: Share) -> dict[str, Any]:
     """Ray's options of a task that needs a share of a node."""
     options: dict[str, Any] = {"num_cpus": share.cpus, "num_gpus": share.gpus}
-    if share.card_type:
-        options["accelerator_type"] = share.card_type
-    return options
+    return options | ({"accelerator_type": share.card_type} if share.card_type else {})
 
 
 def _supervise(
@@ -237,23 +184,12 @@ def _nodes() -> dict[str, dict[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
-def _held(job: str) -> tuple[str, dict[str, float]] | None:
-    """The node of a job's entrypoint and what it holds there while it runs; None if nothing, as without options."""
-    from ray.util.state import list_actors
-    from ray.util.state.exception import RayStateApiException
-
-    filters: Any = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
-    with suppress(RayStateApiException):  # the dashboard does not answer
-        actors: Any = list_actors(filters=filters, detail=True)
-        for actor in actors:
-            if str(actor.name).endswith(job) and actor.required_resources and actor.node_id:
-                return actor.node_id, actor.required_resources
-    return None
-
-
 def _batch_ended(err: Exception) -> BatchEnded:
+    """The end of a batch that an exception of its task's stream means."""
     from ray import exceptions
 
+    if isinstance(err, StopIteration):
+        return BatchEnded()
     if isinstance(err, exceptions.OutOfMemoryError):  # Ray's memory monitor ended the task before the kernel did
         return BatchEnded(PointState.OOM, f"ended by Ray, the node was nearly out of memory: {in_brief(err)}")
     if isinstance(err, exceptions.TaskCancelledError):

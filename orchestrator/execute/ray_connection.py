@@ -6,18 +6,22 @@ import logging
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from jobs.schema.plain_text import in_a_line
 from jobs.specs.spec import JobSpec
 from orchestrator.background import BackgroundCall, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_token
-from orchestrator.execute.ray_folder import answers, listens, local_address, on_loopback_alone, own_address
+from orchestrator.execute.ray_folder import connection, listens, local_address
 from orchestrator.execute.upload import collect
 from orchestrator.settings import SOURCES, Installation, Settings, installation
 
@@ -27,6 +31,11 @@ NEVER_S = 600.0
 _LOOK_S = 5.0
 _REASON = 400  # characters
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
+_HEAD = "--gcs-address="
+# How client and server of HTTP/2 begin (RFC 9113, 3.4). A channel of gRPC would do, but for its threads, which write
+# tracebacks when it is left.
+_FRAME, _SETTINGS = 9, b"\x04"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 class ClusterWatch:
@@ -40,8 +49,8 @@ class ClusterWatch:
     def __init__(self, head: str, check: Callable[[], None] = lambda: None) -> None:
         self._head = head
         self._check = check
-        self._look: BackgroundCall[bool] | None = None
-        self._looked = self._possible = time.monotonic()
+        self._question: BackgroundCall[bool] | None = None
+        self._asked = self._possible = time.monotonic()
         self._silent: float | None = None  # since when, if the last question has no answer yet
 
     def look(self) -> None:
@@ -50,13 +59,13 @@ class ClusterWatch:
         Raises ExecutorGone once the head was silent for 30 s, or no node could run a point for NEVER_S.
         """
         clock = time.monotonic()
-        if self._look is None and clock - self._looked >= _LOOK_S:
-            self._looked = clock
+        if self._question is None and clock - self._asked >= _LOOK_S:
+            self._asked = clock
             self._silent = clock if self._silent is None else self._silent
-            self._look = BackgroundCall(self._answers)
-        if self._look is not None and self._look.done():
-            look, self._look = self._look, None
-            if look.result():
+            self._question = BackgroundCall(self._answers)
+        if self._question is not None and self._question.done():
+            question, self._question = self._question, None
+            if question.result():
                 self._silent = None
         if self._silent is not None and clock - self._silent > _GONE_S:
             raise ExecutorGone(f"the Ray cluster went away: its head at {self._head} does not answer")
@@ -76,6 +85,19 @@ class ClusterWatch:
         return True
 
 
+def answers(address: str) -> bool:
+    """Whether a gRPC server at an address, "host:port", answers, if only with its settings.
+
+    A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
+    """
+    if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
+        return listens(address)
+    with suppress(OSError, ValueError), connection(address) as server:
+        server.sendall(_PREFACE)
+        return server.recv(_FRAME)[3:4] == _SETTINGS
+    return False
+
+
 def connect(spec: JobSpec, settings: Settings) -> str:
     """Connect this process to the cluster as a driver, whose tasks have the files that the spec names.
 
@@ -86,61 +108,69 @@ def connect(spec: JobSpec, settings: Settings) -> str:
         ExecutorGone: it fell silent meanwhile.
     """
     address = _address(settings)
-    if address.startswith("ray://"):
-        raise UserError(f"NSA_RAY_ADDRESS: {address!r}: is a Ray Client address; give host:port (6379) of the head")
-    if not listens(address):
-        raise _unreachable(address)
+    mistake = f"NSA_RAY_ADDRESS: {address or 'auto'!r}:"
+    if address and address.startswith("ray://"):
+        raise UserError(f"{mistake} is a Ray Client address; give host:port (6379) of the head")
+    if address is None or not listens(address):
+        raise UserError(f"{mistake} no Ray cluster answers; start one (nsa up) or measure without one (--local)")
     if not answers(address):
         raise UserError(
-            f"NSA_RAY_ADDRESS: {address!r}: takes connections, but answers nothing: no Ray cluster, or its head hangs; "
-            "correct it, restart the cluster or use --local"
+            f"{mistake} takes connections, but answers nothing: no Ray cluster, or its head hangs; correct it, restart "
+            "the cluster or use --local"
         )
-    if on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
+    if _on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
     import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
-        env = {"working_dir": working_dir} if (working_dir := _working_dir(spec, Path(folder))) else None
+        env = {"working_dir": files} if (files := _working_dir(spec, Path(folder))) else None
+        options: dict[str, Any] = {"runtime_env": env, "log_to_driver": False, "logging_level": logging.ERROR}
         try:
             with _own_sigterm() as look_for_it:
                 watch = ClusterWatch(address)
-                interruptibly(  # a cluster that falls silent meanwhile would let no signal through
-                    lambda: ray.init(
-                        address=address, runtime_env=env, log_to_driver=False, logging_level=logging.ERROR
-                    ),
-                    lambda: (look_for_it(), watch.look()),
-                )
+                # A cluster that falls silent meanwhile would let no signal through.
+                interruptibly(lambda: ray.init(address, **options), lambda: (look_for_it(), watch.look()))
         except ExecutorGone:
             raise
         except ConnectionError:
             raise UserError(
-                f"NSA_RAY_ADDRESS: {address!r}: answers, but lets no driver in: no Ray cluster, or one that asks for a "
-                "token which is not this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
+                f"{mistake} answers, but lets no driver in: no Ray cluster, or one that asks for a token which is not "
+                "this user's (RAY_AUTH_TOKEN, ~/.ray/auth_token)"
             ) from None
         except Exception as err:  # other versions, a wrong token: Ray's message is the reason
-            raise UserError(f"NSA_RAY_ADDRESS: {address!r}: {in_brief(err)}; correct it or use --local") from None
+            raise UserError(f"{mistake} {in_brief(err)}; correct it or use --local") from None
     return address
 
 
-def _address(settings: Settings) -> str:
+def _address(settings: Settings) -> str | None:
     """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
 
-    Raises:
-        UserError: none is given, and this user has none on this host.
+    Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
     """
     inherited = os.environ.get("RAY_ADDRESS", "")
     if inherited.startswith("http"):  # the job server's address, for `ray job` only
         inherited = ""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and inherited:
         return inherited
-    for address in (settings.ray_address, inherited):
+    for address in (settings.ray_address, inherited, local_address(settings)):
         if address and address != "auto":
             return address
-    address = local_address(settings) or own_address()
-    if address is None:
-        raise _unreachable("auto")
-    return address
+    started: list[tuple[float, str]] = []  # the cluster whose node this user started last on this host
+    for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
+        info = process.info
+        if info["name"] == "raylet" and info["uids"] and info["uids"].real == os.getuid():
+            heads = [text.removeprefix(_HEAD) for text in info["cmdline"] or () if text.startswith(_HEAD)]
+            started += [(info["create_time"], head) for head in heads]
+    return max(started)[1] if started else None
+
+
+def _on_loopback_alone(address: str) -> bool:
+    """Whether a cluster's address on loopback is the only one of this host where it listens."""
+    host, _, port = address.rpartition(":")
+    addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
+    others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
+    return host in ("127.0.0.1", "localhost") and not any(listens(f"{other}:{port}") for other in others)
 
 
 @contextmanager
@@ -162,12 +192,6 @@ def _own_sigterm() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _unreachable(address: str) -> UserError:
-    return UserError(
-        f"NSA_RAY_ADDRESS: {address!r}: no Ray cluster answers; start one (nsa up) or measure without one (--local)"
-    )
 
 
 def _working_dir(spec: JobSpec, folder: Path) -> str | None:

@@ -15,17 +15,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from orchestrator.errors import UserError
 from orchestrator.settings import Settings
 
 _REACH_S = 5.0
-_HEAD = "--gcs-address="
-# How client and server of HTTP/2 begin (RFC 9113, 3.4). A channel of gRPC would do, but for its threads, which write
-# tracebacks when it is left.
-_FRAME, _SETTINGS = 9, b"\x04"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 def folder_of_a_new_cluster(settings: Settings) -> Path:
@@ -37,15 +30,13 @@ def folder_of_a_new_cluster(settings: Settings) -> Path:
     private = _private_folder(settings)
     try:
         private.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_own(private):
-            raise UserError(
-                f"RAY_TMPDIR: '{private}': belongs to another user or is no folder; set it to a folder of your own"
-            )
-        private.chmod(0o700)
+        problem = None if _is_own(private) else "belongs to another user or is no folder"
+        if problem is None:
+            private.chmod(0o700)
     except OSError as err:
-        raise UserError(
-            f"RAY_TMPDIR: '{private}': cannot be made ({err.strerror}); set it to a folder of your own"
-        ) from None
+        problem = f"cannot be made ({err.strerror})"
+    if problem:
+        raise UserError(f"RAY_TMPDIR: '{private}': {problem}; set it to a folder of your own")
     return private / "r"
 
 
@@ -60,63 +51,23 @@ def remove_folder(settings: Settings) -> None:
 def local_address(settings: Settings) -> str | None:
     """The address of the cluster that `nsa up` started; None if there is none that answers."""
     private = _private_folder(settings)
-    try:
-        if not _is_own(private):
-            return None
+    with suppress(OSError):
         address = (private / "r" / "ray_current_cluster").read_text().strip()
-    except OSError:
-        return None
-    return address if listens(address) else None
-
-
-def own_address() -> str | None:
-    """The address of the cluster whose node this user started last on this host; None if there is none.
-
-    Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
-    """
-    started: list[tuple[float, str]] = []
-    for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
-        info = process.info
-        if info["name"] == "raylet" and info["uids"] and info["uids"].real == os.getuid():
-            heads = [text.removeprefix(_HEAD) for text in info["cmdline"] or () if text.startswith(_HEAD)]
-            started += [(info["create_time"], head) for head in heads]
-    return max(started)[1] if started else None
+        return address if _is_own(private) and listens(address) else None
+    return None
 
 
 def listens(address: str) -> bool:
     """Whether something listens at an address, "host:port"."""
-    with suppress(OSError, ValueError):
-        _connection(address).close()
+    with suppress(OSError, ValueError), connection(address):
         return True
     return False
 
 
-def answers(address: str) -> bool:
-    """Whether a gRPC server at an address, "host:port", answers, if only with its settings.
-
-    A hanging one does not. Ray would wait for it, minutes long, and no signal would end that.
-    """
-    if os.environ.get("RAY_USE_TLS") == "1":  # its certificates are Ray's matter
-        return listens(address)
-    with suppress(OSError, ValueError), _connection(address) as server:
-        server.sendall(_PREFACE)
-        return server.recv(_FRAME)[3:4] == _SETTINGS
-    return False
-
-
-def _connection(address: str) -> socket.socket:
+def connection(address: str) -> socket.socket:
+    """A connection to an address, "host:port". Raises OSError, ValueError."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S)
-
-
-def on_loopback_alone(address: str) -> bool:
-    """Whether a cluster's address on loopback is the only one of this host where it listens."""
-    host, _, port = address.rpartition(":")
-    if host not in ("127.0.0.1", "localhost"):
-        return False
-    addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
-    others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
-    return not any(listens(f"{other}:{port}") for other in others)
 
 
 def _private_folder(settings: Settings) -> Path:

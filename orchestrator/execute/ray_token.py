@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
 from jobs.specs.user_files import open_regular
@@ -41,16 +40,16 @@ def send_it() -> None:
 
     Of itself Ray sends none to an address that it was given. A cluster that asks for none takes no notice of it.
     """
-    if _MODE in os.environ:
-        return
     with contextlib.suppress(UserError):
         path = token_file()
         if path is None or os.path.exists(path):
-            os.environ[_MODE] = "token"
+            os.environ.setdefault(_MODE, "token")
 
 
 def environment_of_a_cluster() -> dict[str, str]:
     """The variables by which a new cluster and its jobs find the token, which is made if there is none yet.
+
+    It is taken from other users' reach: `ray get-auth-token --generate` leaves it readable by all.
 
     Raises:
         UserError: the file cannot be made or read, is empty, or another user owns it.
@@ -60,9 +59,23 @@ def environment_of_a_cluster() -> dict[str, str]:
     path = token_file()
     if path is None:
         return {_MODE: "token"}
-    if not os.path.exists(path):
-        _make(path)
-    _keep_private(path)
+    mistake = f"{_PATH}: '{path}':"
+    try:
+        if not os.path.exists(path):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32))
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            empty = not file.read().strip()
+            if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+                os.fchmod(file.fileno(), 0o600)
+    except OSError as err:
+        raise UserError(f"{mistake} cannot be made or read ({err.strerror}); set it to a file of your own") from None
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UserError(f"{mistake} another user owns this token; set it to a file of your own")
+    if empty:
+        raise UserError(f"{mistake} is empty; remove it, and `nsa up` writes a new token")
     return {_MODE: "token", _PATH: str(path)}
 
 
@@ -73,37 +86,3 @@ def problem() -> str | None:
         if path is not None and path.stat().st_mode & 0o077:
             return f"{path}: other users can read this token"
     return None
-
-
-def _make(path: Path) -> None:
-    """Write a new token to `path`, all at once; a file that another process has just put there is kept."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".auth_token-")  # mode 0600
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-        finally:
-            os.unlink(draft)
-    except OSError as err:
-        raise UserError(
-            f"{_PATH}: '{path}': the token cannot be written ({err.strerror}); set it to a file of your own"
-        ) from None
-
-
-def _keep_private(path: Path) -> None:
-    """Check that a token can be used, and take it from other users' reach."""
-    try:
-        with open_regular(path) as file:
-            status = os.fstat(file.fileno())
-            empty = not file.read().strip()
-            if status.st_uid == os.geteuid() and status.st_mode & 0o077:
-                os.fchmod(file.fileno(), 0o600)  # `ray get-auth-token --generate` leaves it readable by all
-    except OSError as err:
-        raise UserError(f"{_PATH}: '{path}': cannot be read ({err.strerror}); set it to a file of your own") from None
-    if status.st_uid not in (os.geteuid(), 0):
-        raise UserError(f"{_PATH}: '{path}': another user owns this token; set it to a file of your own")
-    if empty:
-        raise UserError(f"{_PATH}: '{path}': is empty; remove it, and `nsa up` writes a new token")

@@ -77,8 +77,8 @@ def _given_away(path: Path) -> None:
     ("spoil", "said"),
     [
         (_empty, "is empty; remove it"),
-        (Path.mkdir, "cannot be read"),
-        pytest.param(os.mkfifo, "cannot be read", marks=pytest.mark.timeout(20)),
+        (Path.mkdir, "cannot be made or read"),
+        pytest.param(os.mkfifo, "cannot be made or read", marks=pytest.mark.timeout(20)),
         pytest.param(_given_away, "another user owns this token", marks=as_root),
     ],
 )

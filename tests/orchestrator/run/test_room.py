@@ -12,7 +12,7 @@ from orchestrator.errors import UserError
 from orchestrator.execute import local
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
-from orchestrator.execute.room import MOST_A_CORE, Share, check_resources
+from orchestrator.execute.room import MOST_A_CORE, Share
 from orchestrator.settings import Settings
 
 TWO_HOSTS = [{"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, {"CPU": 8.0, "GPU": 1.0}]
@@ -24,12 +24,12 @@ def _spec(**changes: Any) -> Any:
     )
 
 
-def _share(ranks: int, card_type: str | None = None, cpus: float = 1) -> Share:
-    return Share.of(_spec(ranks=ranks, resources={"num_cpus": cpus}), float(ranks), card_type)
+def _share(ranks: int, card_type: str | None = None, cpus: float = 1, gpus: float | None = None) -> Share:
+    return Share.of(_spec(ranks=ranks, resources={"num_cpus": cpus}), gpus or float(ranks), card_type)
 
 
 def test_ranks_of_a_point_may_be_on_several_nodes_and_are_counted_whole() -> None:
-    check_resources(_spec(ranks=3), TWO_HOSTS)
+    _share(3).check(TWO_HOSTS)
     assert _share(3).points(TWO_HOSTS) == 1
     assert _share(2).points(TWO_HOSTS) == 1, "two ranks of another point would wait for the third GPU's fellow"
     assert _share(1).points(TWO_HOSTS) == 3
@@ -56,34 +56,22 @@ def test_a_tiny_share_of_a_core_does_not_start_thousands_of_points(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("share", "message"),
     [
         (
-            {"ranks": 4, "resources": {"num_cpus": 2}},
-            "ranks: 4: all nodes of the cluster together have room for 3, with 1 GPU and 0.5 CPU cores each; start "
-            "more workers or use fewer ranks",
+            _share(4, cpus=2),
+            "ranks: 4: all nodes of the cluster together have room for 3, each with 1 GPU and 0.5 CPU cores: no node "
+            "has more than 2 GPU and 8 CPU cores, the cards are H100; start more workers or use fewer ranks",
         ),
-        (
-            {"ranks": 3, "resources": {"num_cpus": 3, "accelerator_type": "H100"}},
-            "ranks: 3: all nodes of the cluster together have room for 2, with 1 GPU and 1 CPU cores each on H100; "
-            "start more workers or use fewer ranks",
-        ),
-        (
-            {"ranks": 2, "resources": {"num_cpus": 20}},
-            "resources.num_cpus: 20: is 10 for each of 2 ranks, and no node of the cluster has more than 8; ask for "
-            "fewer",
-        ),
-        (
-            {"resources": {"num_gpus": 3}},
-            "resources.num_gpus: 3: no node of the cluster has more than 2; start a worker that has (nsa up on a GPU "
-            "host) or ask for fewer",
-        ),
+        (_share(3, "H100", cpus=3), "ranks: 3: all .* room for 2, each with 1 GPU and 1 CPU cores on H100: "),
+        (_share(2, cpus=20), "ranks: 2: all .* room for 0, each with 1 GPU and 10 CPU cores: no node has more than 2 "),
+        (_share(1, gpus=3), "resources: no node of the cluster has 3 GPU and 1 CPU cores: no node has more than 2 GPU"),
+        (_share(1, "A100"), "resources: no node .* on A100: .*, the cards are H100; start a worker that has"),
     ],
 )
-def test_what_a_cluster_lacks_is_told(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_resources(_spec(**changes), TWO_HOSTS)
-    assert str(caught.value) == message
+def test_what_a_cluster_lacks_is_told(share: Share, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        share.check(TWO_HOSTS)
 
 
 def test_ranks_on_a_cluster_have_the_interpreter_of_its_workers() -> None:
