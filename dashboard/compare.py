@@ -11,7 +11,7 @@ import streamlit as st
 from dashboard import data, help_pages, parts
 from jobs.schema.quantities import Better, Quantity
 from jobs.schema.states import Origin
-from orchestrator.report.compare import Change, Compared, Comparison, Side, coordinates, summary, word
+from orchestrator.report.compare import Change, Compared, Comparison, coordinates, summary, word
 
 _COLORS = {Change.WORSE: "red", Change.BETTER: "green", Change.AMBIGUOUS: "orange", Change.SAME: "gray"}
 _ICONS = {Change.WORSE: "trending_down", Change.BETTER: "trending_up", Change.AMBIGUOUS: "help", Change.SAME: "equal"}
@@ -38,7 +38,7 @@ def page() -> None:
     if not (before and after and metric):
         st.info("The run before has no results.", icon=":material/arrow_upward:")
         return
-    _result(data.comparison(store, Side(before, (before,)), Side(after, (after,)), metric))
+    _result(data.comparison(store, before, after, metric))
 
 
 def _result(comparison: Comparison) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pandas as pd
 import streamlit as st
@@ -59,6 +59,12 @@ own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
 
 
+def running(store: Store, run_id: str) -> list[dict[Any, Any]]:
+    """The points of a run that are measured just now."""
+    frame = points(store, run_id)
+    return frame.loc[frame["running"] > 0].to_dict("records")
+
+
 @_read
 def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
     """Scaling fits of the runs, a row per fit, with its local slopes in the column `local`."""
@@ -67,9 +73,9 @@ def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
 
 
 @_read
-def comparison(store: Store, first: Side, other: Side, metric: str) -> Comparison:
-    """Two sides' cells of a metric, compared."""
-    return compare(store, first, [other], metric)[0]
+def comparison(store: Store, first: str, other: str, metric: str) -> Comparison:
+    """Two runs' cells of a metric, compared."""
+    return compare(store, Side(first, (first,)), [Side(other, (other,))], metric)[0]
 
 
 @_read

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -19,28 +20,27 @@ from orchestrator.report.charts import length_label
 def runs(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of runs (`queries.runs`). Returns the clicked run's id, or None."""
     rows = frame.to_dict("records")
-    table = pd.DataFrame(
+    cells = [
         {
-            "Run": frame["name"],
-            "State": [parts.sign(row["state"], parts.RUN_STATES) for row in rows],
-            "Ended": [100 * parts.progress(row) for row in rows],
-            "Points": [parts.tally(row) for row in rows],
-            "Kind": frame["kind"],
-            "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
-            "Started": frame["created_at"],
-            "Took": [took(row) for row in rows],
-            "Device": [row["gpu"] or row["host"] or "–" for row in rows],
-            "ID": frame["run_id"],
+            "Run": row["name"],
+            "State": parts.sign(row["state"], parts.RUN_STATES),
+            "Ended": 100 * parts.progress(row),
+            "Points": parts.tally(row),
+            "Kind": row["kind"],
+            "Origin": parts.sign(row["origin"], parts.ORIGINS),
+            "Started": row["created_at"],
+            "Took": took(row),
+            "Device": row["gpu"] or row["host"] or "–",
+            "ID": row["run_id"],
         }
+        for row in rows
+    ]
+    ended = st.column_config.ProgressColumn(
+        format="%.0f %%", min_value=0, max_value=100, width="small", help="share of the points that ended"
     )
-    columns = {
-        "Ended": st.column_config.ProgressColumn(
-            format="%.0f %%", min_value=0, max_value=100, width="small", help="share of the points that ended"
-        ),
-        "Started": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone="UTC", help="UTC"),
-        "Points": st.column_config.TextColumn(width="medium"),
-    }
-    return _clicked(table, [row["run_id"] for row in rows], columns, key)
+    started = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone="UTC", help="UTC")
+    columns = {"Ended": ended, "Started": started, "Points": st.column_config.TextColumn(width="medium")}
+    return _clicked(cells, [row["run_id"] for row in rows], columns, key)
 
 
 def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
@@ -49,85 +49,82 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
     Args:
         frame, numbers, quantities: results of `queries.points`, `queries.measurements`, `queries.quantities`.
     """
-    rows = frame.to_dict("records")
+    rows, stored = frame.to_dict("records"), set(numbers["metric"])
     measured = {
         (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
     }
-    stored = set(numbers["metric"])
     shown = {heading(q.legend): q.name for q in quantities if q.role is Role.HEADLINE and q.name in stored}
-    own = {in_words(name.removeprefix(MORE)): frame[name] for name in more_columns(frame.columns)}
-    table = pd.DataFrame(
+    own = {in_words(name.removeprefix(MORE)): name for name in more_columns(frame.columns)}
+    cells = [
         {
-            "#": frame["number"],
-            "Point": frame["label"],
-            "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
-            **own,
-            **{title: [measured.get((row["point_id"], metric), "") for row in rows] for title, metric in shown.items()},
-            "Reason or progress": [again_in_words(row) or row["reason"] or parts.phase(row) for row in rows],
-            "Attempt": frame["attempt"],
-            "Took": [parts.duration(row["started_at"], row["ended_at"]) for row in rows],
-            "Estimate": [parts.size(row["estimate_bytes"]) for row in rows],
-            "Route": [parts.route(row["route"]) for row in rows],
+            "#": row["number"],
+            "Point": row["label"],
+            "State": parts.sign(row["state"], parts.POINT_STATES),
+            **{title: row[name] for title, name in own.items()},
+            **{title: measured.get((row["point_id"], metric), "") for title, metric in shown.items()},
+            "Reason or progress": again_in_words(row) or row["reason"] or parts.phase(row),
+            "Attempt": row["attempt"],
+            "Took": parts.duration(row["started_at"], row["ended_at"]),
+            "Estimate": parts.size(row["estimate_bytes"]),
+            "Route": parts.route(row["route"]),
         }
-    )
+        for row in rows
+    ]
     columns = {
         "#": st.column_config.NumberColumn(width=50),
         "Attempt": st.column_config.NumberColumn(width="small"),
         "Reason or progress": st.column_config.TextColumn(width="medium"),
     }
-    return _clicked(table, [row["point_id"] for row in rows], columns, key)
+    return _clicked(cells, [row["point_id"] for row in rows], columns, key)
 
 
 def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
     """Draw a grid of fits (`analysis.fits_frame`). Returns the id of the clicked one's run, or None."""
     rows = frame.to_dict("records")
     looks = [series.look(row["implementation"]) for row in rows]
-    lengths = [row["lengths"] for row in rows]
-    table = pd.DataFrame(
-        {
-            " ": [look.sign for look in looks],
-            "Implementation": frame["implementation"].to_list(),
-            "Quantity": [quantities.of(row["metric"]).title for row in rows],
-            "Exponent": [row["exponent"] for row in rows],
-            "Growth": [row["law"] for row in rows],
-            "Rests on": [f"{len(s)}: {length_label(s[0])} to {length_label(s[-1])}" for s in lengths],
-            "Local exponents": frame["local_text"].to_list(),
-            "Overhead": [
-                parts.number(row["overhead"], quantities.of(row["metric"]).unit) if row["overhead"] > 0 else "–"
-                for row in rows
-            ],
-            "Pass": [row["pass"] or "–" for row in rows],
-            "Shape": [series.full_shape(row) or "–" for row in rows],
-            "Origin": [parts.sign(row["origin"], parts.ORIGINS) for row in rows],
-            "Run": frame["run_name"].to_list(),
-        }
-    )
+    cells = []
+    for row, look in zip(rows, looks, strict=True):
+        quantity, lengths = quantities.of(row["metric"]), row["lengths"]
+        cells.append(
+            {
+                " ": look.sign,
+                "Implementation": row["implementation"],
+                "Quantity": quantity.title,
+                "Exponent": row["exponent"],
+                "Growth": row["law"],
+                "Rests on": f"{len(lengths)}: {length_label(lengths[0])} to {length_label(lengths[-1])}",
+                "Local exponents": row["local_text"],
+                "Overhead": parts.number(row["overhead"], quantity.unit) if row["overhead"] > 0 else "–",
+                "Pass": row["pass"] or "–",
+                "Shape": series.full_shape(row) or "–",
+                "Origin": parts.sign(row["origin"], parts.ORIGINS),
+                "Run": row["run_name"],
+            }
+        )
+    text, law = st.column_config.TextColumn, "1 is linear, 2 quadratic; none if no power law holds"
     columns = {
-        " ": st.column_config.TextColumn(width=30, help="colour and mark in the charts"),
-        "Exponent": st.column_config.NumberColumn(
-            format="%.2f", help="1 is linear, 2 quadratic; none if no power law holds"
-        ),
-        "Growth": st.column_config.TextColumn(
-            width="medium", help="with 95 % interval; in parts if no power law holds"
-        ),
-        "Local exponents": st.column_config.TextColumn(width="medium", help="slopes over about an octave, at its end"),
-        "Overhead": st.column_config.TextColumn(help="constant part, as of launches"),
+        " ": text(width=30, help="colour and mark in the charts"),
+        "Exponent": st.column_config.NumberColumn(format="%.2f", help=law),
+        "Growth": text(width="medium", help="with 95 % interval; in parts if no power law holds"),
+        "Local exponents": text(width="medium", help="slopes over about an octave, at its end"),
+        "Overhead": text(help="constant part, as of launches"),
     }
-    return _clicked(table, [row["run_id"] for row in rows], columns, key, looks)
+    return _clicked(cells, [row["run_id"] for row in rows], columns, key, looks)
 
 
 def unfinished(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of points without metrics (`queries.states`). Returns the clicked point's id, or None."""
     rows = frame.to_dict("records")
-    table = pd.DataFrame(
+    cells = [
         {
-            "State": [parts.sign(row["state"], parts.POINT_STATES) for row in rows],
-            "Point": frame["label"].to_list(),
-            "Why": [row["reason"] or "–" for row in rows],
-            "Run": frame["run_name"].to_list(),
+            "State": parts.sign(row["state"], parts.POINT_STATES),
+            "Point": row["label"],
+            "Why": row["reason"] or "–",
+            "Run": row["run_name"],
         }
-    )
-    return _clicked(table, [row["point_id"] for row in rows], {"Why": st.column_config.TextColumn(width="large")}, key)
+        for row in rows
+    ]
+    return _clicked(cells, [row["point_id"] for row in rows], {"Why": st.column_config.TextColumn(width="large")}, key)
 
 
 def numbers(frame: pd.DataFrame, key: str) -> str | None:
@@ -136,6 +133,11 @@ def numbers(frame: pd.DataFrame, key: str) -> str | None:
     names = ["origin", "run_name", *axes, *more_columns(frame.columns), "metric", "value", "unit"]
     table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True)
     return _clicked(table, frame["point_id"].to_list(), {}, key)
+
+
+def table(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:
+    """Draw a table whose cells are Markdown."""
+    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=not header)
 
 
 def took(run: dict) -> str:
@@ -147,9 +149,14 @@ def took(run: dict) -> str:
 
 
 def _clicked(
-    table: pd.DataFrame, ids: list[str], columns: dict, key: str, looks: Sequence[series.Look] = ()
+    cells: list[dict[str, Any]] | pd.DataFrame,
+    ids: list[str],
+    columns: dict,
+    key: str,
+    looks: Sequence[series.Look] = (),
 ) -> str | None:
     """Draw a grid, with the looks' colours in its first column. Returns the id of the row that was clicked, or None."""
+    table = pd.DataFrame(cells)
     for name in table.columns[[dtype.kind not in "biufM" for dtype in table.dtypes]]:
         table[name] = table[name].map(lambda cell: in_a_line(cell) if isinstance(cell, str) else cell)
     first = table.columns[:1]
@@ -157,8 +164,8 @@ def _clicked(
     event = st.dataframe(
         styled, hide_index=True, on_select="rerun", selection_mode="single-cell", key=key, column_config=columns
     )
-    cells = event["selection"]["cells"]
-    return ids[cells[0][0]] if cells and cells[0][0] < len(ids) else None
+    clicked = event["selection"]["cells"]
+    return ids[clicked[0][0]] if clicked and clicked[0][0] < len(ids) else None
 
 
 def rows_button(load: Callable[[], str], name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
@@ -76,8 +75,7 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
                 query = {"run": row["run_id"]}
                 st.page_link("runs.py", label="Follow this run", icon=":material/open_in_full:", query_params=query)
             st.progress(parts.progress(row), text=f"{parts.tally(row)} of {parts.count(row['points'], 'point')}")
-            points = data.points(store, row["run_id"])
-            for point in points.loc[points["running"] > 0].to_dict("records"):
+            for point in data.running(store, row["run_id"]):
                 st.caption(parts.doing(point))
 
 
@@ -156,7 +154,7 @@ def _pays(crossings: list[Crossing]) -> None:
         )
     with st.container(border=True, key="crossovers", gap="xsmall"):
         st.markdown("### Where NSA begins to pay")
-        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+        grids.table(rows)
 
 
 def _title(decision: Decision, verdict: TargetVerdict) -> str:
@@ -174,42 +172,40 @@ def _answers(name: str, machines: dict[str, TargetVerdict]) -> None:
     """Draw a line a machine: the verdict, the answers to the questions, and what it would take to find out."""
     rows = []
     for title, verdict in machines.items():
-        answers = {question.capitalize(): _sign(result, str(result)) for question, result in verdict.questions.items()}
-        left = total(merged(rule.step for rule in verdict.rules if rule.step)).replace("$", "\\$")
-        verdicts = {"Machine": title, "Verdict": _sign(verdict.result, str(verdict.result))}
-        rows.append({**verdicts, **answers, "To find out": left})
+        row = {"Machine": title, "Verdict": _sign(verdict.result, str(verdict.result))}
+        row |= {question.capitalize(): _sign(result, str(result)) for question, result in verdict.questions.items()}
+        left = total(merged(rule.step for rule in verdict.rules if rule.step))
+        rows.append(row | {"To find out": left.replace("$", "\\$")})
     with st.container(key=f"answers-{name}"):
-        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+        grids.table(rows)
 
 
 def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     """Draw a line a rule with a column a machine; a value links to its point, with the reason as hover text."""
-    by_rule: dict[str, list[RuleVerdict]] = {}
-    for verdict in machines.values():
-        for rule in verdict.rules:
-            by_rule.setdefault(rule.rule, []).append(rule)
-    columns = {}
+    by_rule: dict[str, dict[str, RuleVerdict]] = {}
     for title, verdict in machines.items():
-        cells = {rule.rule: _cell(rule) for rule in verdict.rules}
-        columns[title] = [_sign(verdict.result, str(verdict.result)), *(cells.get(rule, _NO_RULE) for rule in by_rule)]
-    # All bounds where machines differ, so that a line breaks between them only.
-    bounds = [" or ".join(dict.fromkeys(parts.bound(rule) for rule in rules)) for rules in by_rule.values()]
-    names = [parts.plain(in_words(rule)) for rule in by_rule]
+        for rule in verdict.rules:
+            by_rule.setdefault(rule.rule, {})[title] = rule
+    rows = [{"Rule": "**Verdict**", "Bound": ""}]
+    rows[0] |= {title: _sign(verdict.result, str(verdict.result)) for title, verdict in machines.items()}
+    for rule, found in by_rule.items():
+        # All bounds where machines differ, so that a line breaks between them only.
+        bounds = " or ".join(dict.fromkeys(parts.bound(each) for each in found.values()))
+        cells = {title: _cell(found[title]) if title in found else _NO_RULE for title in machines}
+        rows.append({"Rule": parts.plain(in_words(rule)), "Bound": bounds, **cells})
     legend = [f"{_sign(result)} {meaning}" for result, meaning in _MEANING.items()]
-    if any(rule.transferred for rules in by_rule.values() for rule in rules):
+    if any(rule.transferred for found in by_rule.values() for rule in found.values()):
         legend.append(f"{_TRANSFERRED} measured on a similar card")
-    if any(len(rules) < len(machines) for rules in by_rule.values()):
+    if any(len(found) < len(machines) for found in by_rule.values()):
         legend.append(f"{_NO_RULE} no rule there")
     lines = [" · ".join([*legend, "hover a value for its reason, click for its point"])]
     for verdict in machines.values():
         if len(verdict.commits) > 1:
-            lines.append(
-                f":orange[:material/difference:] {parts.plain(_machine(verdict))}: the rules rest on different "
-                f"commits: {', '.join(map(parts.code, verdict.commits))}"
-            )
+            commits = ", ".join(map(parts.code, verdict.commits))
+            text = f"{parts.plain(_machine(verdict))}: the rules rest on different commits: {commits}"
+            lines.append(f":orange[:material/difference:] {text}")
     with st.container(key=f"rules-{name}", gap="xsmall"):
-        table = pd.DataFrame({"Rule": ["**Verdict**", *names], "Bound": ["", *bounds], **columns})
-        st.table(table, border="horizontal", hide_index=True)
+        grids.table(rows)
         st.caption("  \n".join(lines))
 
 
@@ -252,26 +248,26 @@ def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
         why = parts.plain(rule.reason)
         rows.append({"Rule": title, "Value": ", ".join(figures), "Why": why, "Evidence": parts.evidence(rule.evidence)})
     with st.container(key=f"reasons-{name}"):
-        st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+        grids.table(rows)
 
 
 def _steps(decision: Decision) -> None:
     """Draw the commands that would settle the open rules, and what no command settles yet."""
     ready = [step for step in decision.steps if step.command]
-    minutes = [step.minutes for step in ready if step.minutes is not None]
+    minutes, costs = [step.minutes for step in ready], [step.cost for step in ready if step.cost is not None]
     label = f"What would settle the open rules: {parts.count(len(ready), 'command')}"
-    if minutes and len(minutes) == len(ready):
-        label += f", about {parts.number(round(sum(minutes)) / 60, 'h')}"
-    if costs := [step.cost for step in ready if step.cost is not None]:
+    if ready and None not in minutes:
+        label += f", about {parts.number(round(sum(filter(None, minutes))) / 60, 'h')}"
+    if costs:
         label += f", \\${sum(costs):.2f}"
     with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
         for step in ready:
-            gpus = parts.count(step.gpus, "GPU") if step.gpus else "CPU"
+            price = "" if step.cost is None else f", \\${step.cost:.2f}"
             time = "time unknown"
             if step.minutes is not None:
                 time = f"about {parts.number(max(1, round(step.minutes)) / 60, 'h')}"
-            time += "" if step.cost is None else f", \\${step.cost:.2f}"
-            text = f"**{parts.plain(step.hardware)}** · {gpus}, {time} · settles {parts.plain(', '.join(step.settles))}"
+            gpus, settles = parts.count(step.gpus, "GPU") if step.gpus else "CPU", parts.plain(", ".join(step.settles))
+            text = f"**{parts.plain(step.hardware)}** · {gpus}, {time}{price} · settles {settles}"
             st.markdown(text, help=parts.plain(step.basis) or None)
             st.code(step.command, language="bash", wrap_lines=True)
         if ready:

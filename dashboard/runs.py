@@ -13,11 +13,11 @@ import streamlit as st
 from dashboard import data, grids, help_pages, parts
 from dashboard.live import live_series
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import Plot, Quantities, in_words, readable_interval
+from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval
 from jobs.schema.states import Origin, PointState, RunState, again_in_words
 from orchestrator.execute.artifacts import kept_in
 from orchestrator.report.charts import samples_chart
-from orchestrator.report.content import flat
+from orchestrator.report.table import flat
 from orchestrator.store import Store
 
 _WARNINGS = 5
@@ -89,7 +89,7 @@ def _run_page(store: Store, run_id: str) -> None:
         st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
     provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"], key="tab", bind="query-params")
     with provenance:
-        _table(_provenance(run))
+        _facts(_provenance(run))
     with spec:
         st.json(run["spec"], expanded=2)
     with events:
@@ -112,7 +112,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.warning(f"**{run['state']}**: " + "\n\n".join(mistakes), icon=":material/info:")
     st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
     points = data.points(store, run_id)
-    for point in points.loc[points["running"] > 0].to_dict("records"):
+    for point in data.running(store, run_id):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
@@ -177,7 +177,10 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     environment, config, files = st.tabs(names, default=first, key="part", bind="query-params")
     with environment:
         if point["environment"]:
-            _table({parts.plain(name): _cell(value) for name, value in flat(point["environment"]).items()})
+            values = flat(point["environment"]).items()
+            texts = {name: json.dumps(v, ensure_ascii=False) if isinstance(v, list) else str(v) for name, v in values}
+            empty = ("", "None", "[]", "{}")
+            _facts({parts.plain(name): "–" if v in empty else parts.plain(v) for name, v in texts.items()})
         else:
             st.caption("No environment was noted.")
     with config:
@@ -210,13 +213,13 @@ def _point_now(store: Store, point_id: str, latest: str) -> None:
 
 def _measured(store: Store, point: dict[str, Any]) -> None:
     """Show the point's metrics, and the route and node behind them."""
-    metrics = data.metrics(store, point["point_id"])
-    quantities = data.quantities(store, [point["run_id"]])
+    metrics, quantities = data.metrics(store, point["point_id"]), data.quantities(store, [point["run_id"]])
     st.subheader("Measured" if point["origin"] == Origin.MEASURED else "Reported")
     if metrics.empty:
         st.caption(f"No numbers: only a point that ended ok has some; this one's state is {point['state']}.")
     else:
-        _metrics(metrics, quantities)
+        ordered = sorted(metrics.to_dict("records"), key=lambda row: quantities.place(row["name"]))
+        grids.table([_metric(row, quantities.of(row["name"], row["unit"])) for row in ordered])
     for row in metrics.to_dict("records"):
         quantity = quantities.of(row["name"], row["unit"])
         if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is the inverse of a time
@@ -226,41 +229,25 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
     facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}
-    _table(facts | {"Ended": parts.moment(point["ended_at"])})
+    _facts(facts | {"Ended": parts.moment(point["ended_at"])})
 
 
-def _metrics(frame: pd.DataFrame, quantities: Quantities) -> None:
-    rows = sorted(frame.to_dict("records"), key=lambda row: quantities.place(row["name"]))
-    table = pd.DataFrame(
-        {
-            "Quantity": [parts.plain(quantities.of(row["name"], row["unit"]).title) for row in rows],
-            "Metric": [parts.plain(row["name"]) for row in rows],
-            "Value": [parts.plain(parts.number(row["value"], row["unit"])) for row in rows],
-            "95 % interval": [
-                parts.plain(readable_interval(row["ci_low"], row["ci_high"], row["samples"], row["unit"]) or "–")
-                for row in rows
-            ],
-            "p10 to p90": [_interval(row["p10"], row["p90"], row["unit"]) for row in rows],
-            "Samples": [len(row["samples"]) or "–" for row in rows],
-            "How": [parts.plain(row["method"] or "–") for row in rows],
-        }
-    ).astype(str)
-    st.table(table, border="horizontal", hide_index=True)
+def _metric(row: Mapping[Any, Any], quantity: Quantity) -> dict[str, str]:
+    unit = row["unit"]
+    cells = {
+        "Quantity": quantity.title,
+        "Metric": row["name"],
+        "Value": parts.number(row["value"], unit),
+        "95 % interval": readable_interval(row["ci_low"], row["ci_high"], row["samples"], unit),
+        "p10 to p90": readable_interval(row["p10"], row["p90"], None, unit),
+        "Samples": str(len(row["samples"]) or ""),
+        "How": row["method"],
+    }
+    return {name: parts.plain(text or "–") for name, text in cells.items()}
 
 
-def _interval(low: float, high: float, unit: str) -> str:
-    return parts.plain(readable_interval(low, high, None, unit) or "–")
-
-
-def _cell(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
-    return parts.plain(text) if value not in (None, "", {}, []) else "–"
-
-
-def _table(facts: dict[str, str]) -> None:
-    st.table(
-        pd.DataFrame({"": facts.keys(), " ": facts.values()}), border="horizontal", hide_index=True, hide_header=True
-    )
+def _facts(facts: Mapping[str, str]) -> None:
+    grids.table([{"": name, " ": value} for name, value in facts.items()], header=False)
 
 
 def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> None:
@@ -281,8 +268,13 @@ def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> No
 
 def _file(files: list[dict[Any, Any]], where: str) -> None:
     """Draw the file that is chosen."""
+
+    def title(row: Mapping[str, Any]) -> str:
+        name = row["name"] if len(row["name"]) <= _NAME else f"{row['name'][:_NAME]}…"
+        return f"{name} · attempt {row['attempt']} · {parts.size(row['size'])}"
+
     label = f"{parts.count(len(files), 'file')}, {parts.size(sum(row['size'] for row in files))}"
-    row = st.selectbox(label, files, format_func=_file_title, key="file")
+    row = st.selectbox(label, files, format_func=title, key="file")
     st.caption(f"{parts.code(row['path'])} · sha256 {parts.code(row['sha256'][:16])}")
     _download(row, where)
     if row["truncated"]:
@@ -292,11 +284,6 @@ def _file(files: list[dict[Any, Any]], where: str) -> None:
         st.code(row["content"], language=None, wrap_lines=True, height=height)
     else:
         st.caption("Empty." if not row["size"] else "Its text is not in the database.")
-
-
-def _file_title(row: Mapping[str, Any]) -> str:
-    name = row["name"] if len(row["name"]) <= _NAME else f"{row['name'][:_NAME]}…"
-    return f"{name} · attempt {row['attempt']} · {parts.size(row['size'])}"
 
 
 def _download(row: Mapping[str, Any], where: str) -> None:

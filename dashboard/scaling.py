@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import pandas as pd
 import streamlit as st
@@ -24,7 +22,8 @@ from orchestrator.store import Store
 
 MEMORY = tuple(quantity.name for quantity in declared.MEMORY)  # a chart needs only one kind of memory
 BESIDE, TOGETHER = "beside", "together"
-_AT_ONCE = 50  # complete runs read in one step of the search for the default
+_RECENT = 200  # complete runs among which the default is looked for
+_UNENDED = ("running", "pending", "cancelled")
 _ENOUGH = 5  # lengths of one series that make a sweep worth opening with
 CHART_HEIGHT = 380  # pixels
 GROWTH = (
@@ -40,17 +39,12 @@ _ENTRY = "display: flex; align-items: baseline; gap: 0.4rem; overflow-wrap: anyw
 _MARK = "width: 1rem; flex: none; text-align: center; font-size: 1.15rem; line-height: 1"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The reader's selection.
-
-    Attributes:
-        filters: the values to show, by column of points, metrics and fits; none: all.
-    """
+class Choice(NamedTuple):
+    """The reader's selection; `filters` are the values to show, by column of points, metrics and fits; none: all."""
 
     run_ids: tuple[str, ...]
     filters: Mapping[str, Sequence[str]]
-    layout: str = BESIDE
+    layout: str
 
     def select(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Selected rows of a frame of points, metrics or fits."""
@@ -71,21 +65,23 @@ def choose(store: Store, runs: pd.DataFrame) -> Choice:
         row["run_id"]: f"{parts.ORIGINS[row['origin']].sign} {row['name']} · {row['created_at']:%Y-%m-%d %H:%M}"
         for row in runs.sort_values("origin", kind="stable").to_dict("records")
     }
-    reported = runs[runs["origin"] == Origin.REPORTED]["run_id"].tolist()
-    usual = [*_sweep(store, runs), *_curve_of_the_start(store, reported)]
-    binding = bound("run", list(names), usual, empty=NONE)
+    binding = bound("run", list(names), _usual_runs(store, runs), empty=NONE)
     run_ids = st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **binding)
     planned = _with_shapes(data.states(store, run_ids=run_ids))  # filters also offer points that have not ended
-    own = {column: (label, []) for column, label in sorted(data.own_axes(store, run_ids).items())}
-    controls = {
-        "pass": ("Pass", _usual_passes(planned)),
-        "workload": ("Workload", []),
-        "device": ("Device", []),
-        "shape": ("Shape", _usual_shapes(planned)),
-        **{column: control for column, control in own.items() if column in planned},
-        "implementation": ("Implementation", _curves(planned)),
-    }
-    filters = {column: _pick(label, column, planned[column], usual) for column, (label, usual) in controls.items()}
+    own = sorted(data.own_axes(store, run_ids).items())
+    labels = {"pass": "Pass", "workload": "Workload", "device": "Device", "shape": "Shape"}
+    labels |= {column: label for column, label in own if column in planned} | {"implementation": "Implementation"}
+    usual, filters = _usual_filters(planned), {}
+    for column, label in labels.items():
+        options = sorted({text for value in planned[column] if (text := series.text(value))})
+        if column == "shape" and len(options) < 2:
+            continue
+        binding, label = bound(column, options, usual.get(column, [])), parts.plain(label)
+        if len(options) > 8:
+            filters[column] = st.multiselect(label, options, placeholder="all", **binding)
+        else:
+            pills = {"selection_mode": "multi", "format_func": parts.plain, "help": "none chosen: all"}
+            filters[column] = st.pills(label, options, **pills, **binding)
     layout = BESIDE
     if len(set(planned["origin"])) > 1:
         label, options = "Reported results, beside our charts or in them", [BESIDE, TOGETHER]
@@ -93,6 +89,50 @@ def choose(store: Store, runs: pd.DataFrame) -> Choice:
             label, options, default=BESIDE, required=True, key="reported", bind="query-params"
         )
     return Choice(tuple(run_ids), filters, layout or BESIDE)
+
+
+def _usual_runs(store: Store, runs: pd.DataFrame) -> list[str]:
+    """Ids of the runs to open with: our newest complete sweep, and the reported curve from which this project started.
+
+    That sweep has five lengths of one series, or the most that any complete run has; a scaling sweep comes before other
+    kinds. Without a complete run over three lengths: the newest with results, else the newest.
+    """
+    ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
+    # A run is complete if it is done, or was and some of its points are measured again.
+    complete = [
+        run
+        for run in ours
+        if run["ok"] >= MIN_LENGTHS
+        and (run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in _UNENDED)))
+    ][:_RECENT]
+    lengths = data.lengths(store, [run["run_id"] for run in complete])
+    most = max(lengths.values(), default=0)
+    sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= min(_ENOUGH, most) and most >= MIN_LENGTHS]
+    sweeps.sort(key=lambda run: run["kind"] != "scaling")
+    chosen = [run["run_id"] for run in (sweeps or [run for run in ours if run["ok"]] or ours)[:1]]
+    reported = runs.loc[runs["origin"] == Origin.REPORTED, "run_id"].tolist()
+    fits = data.fits(store, reported)
+    curve = fits.loc[(fits["workload"] == "model") & fits["metric"].isin(MEMORY), "run_id"]
+    return chosen + sorted(set(curve))
+
+
+def _usual_filters(states: pd.DataFrame) -> dict[str, list[str]]:
+    """Default values of the filters, by column; without one all are shown.
+
+    Of passes forward+backward, and all of a run without it (decoding); of implementations all measured ones, and
+    reported ones with at least three lengths (a curve); of a sweep over three or more shapes, whose lines would hide
+    each other, the first.
+    """
+    passes: set[str] = set()
+    for _, found in states.groupby("run_id")["pass"]:
+        passes |= set(found.dropna()) & {"forward+backward"} or set(found.dropna())
+    ours = states["origin"] == Origin.MEASURED
+    lengths = states[~ours & (states["state"] == PointState.OK)].groupby("implementation")["seq_len"].nunique()
+    curves = set(states.loc[ours, "implementation"].dropna()) | set(lengths[lengths >= MIN_LENGTHS].index)
+    sweeps = states[states["shape"] != ""].groupby(["run_id", "workload"])["shape"].unique().map(sorted)
+    shapes = {shape for found in sweeps for shape in (found if len(found) < 3 else found[:1])}
+    usual = {"pass": passes, "implementation": curves, "shape": shapes}
+    return {name: sorted(found) for name, found in usual.items() if found < set(states[name].dropna()) - {""}}
 
 
 @data.explained
@@ -128,8 +168,7 @@ def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
         st.rerun()
     st.info(f"Still measuring, {parts.count(seen, 'point')} to go; this page follows.", icon=":material/autorenew:")
     for run_id in run_ids:
-        points = data.points(store, run_id)
-        for point in points.loc[points["running"] > 0].to_dict("records"):
+        for point in data.running(store, run_id):
             st.caption(parts.doing(point))
 
 
@@ -151,9 +190,18 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
             selected = choice.select(pd.DataFrame([one.series for one in shares]))
             _branches([shares[index] for index in selected.index])
         _draw(panels[2:], fits)
-    _unfinished(choice.select(states))
+    unfinished = choice.select(states)
+    unfinished = unfinished.loc[unfinished["state"].isin(NO_NUMBER)]
+    if not unfinished.empty:  # in a chart they would look like measurements
+        st.header("Points without a number")
+        st.caption("Click a row to open the point.")
+        _open_point(grids.unfinished(unfinished, key="unfinished"))
     if not rows.empty:
-        _rows(store, choice.run_ids, rows)
+        with st.expander(f"The {len(rows)} numbers behind the charts", icon=":material/table:"):
+            text = "Click a row to open the point. The file has all rows of the chosen runs, whatever the filters."
+            st.caption(text)
+            grids.rows_button(lambda: data.csv(store, list(choice.run_ids)), "scaling")
+            _open_point(grids.numbers(rows, key="numbers"))
 
 
 Panel = tuple[str, Quantity, pd.DataFrame]  # title, quantity and rows of a chart
@@ -181,8 +229,7 @@ def _draw(panels: Sequence[Panel], fits: pd.DataFrame) -> None:
         pair = panels[first : first + 2]
         for column, panel in zip(st.columns(min(2, len(panels)), gap="medium"), pair, strict=False):
             with column:
-                title, quantity, shown = panel
-                _panel(title, quantity, shown, fits)
+                _panel(*panel, fits)
 
 
 def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
@@ -191,7 +238,12 @@ def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFram
     if shown.empty:
         st.caption("A logarithmic axis can show none of the values, such as zero.")
         return
-    st.caption(_what(shown))
+    common = []  # properties of the chart's points: run, workload, pass, dtype, hardware
+    for name in ("run_name", "workload", "pass", "dtype", "gpu"):
+        found = sorted({value for value in shown[name] if isinstance(value, str)})
+        common += [", ".join(found)] if 0 < len(found) <= 3 else []
+    on_cpu = set(shown["device"]) == {"cpu"}
+    st.caption(parts.plain(" · ".join([*common, "CPU"] if on_cpu else common)))
     chart, legend = scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
     st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
     show_legend(legend)
@@ -206,16 +258,6 @@ def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
     st.html(f'<div class="legend" style="{_LEGEND}">{html}</div>')
 
 
-def _what(rows: pd.DataFrame) -> str:
-    """Common properties of a chart's points: run, workload, pass, dtype, hardware."""
-    texts = []
-    for name in ("run_name", "workload", "pass", "dtype", "gpu"):
-        found = sorted({value for value in rows[name] if isinstance(value, str)})
-        texts += [", ".join(found)] if 0 < len(found) <= 3 else []
-    on_cpu = set(rows["device"]) == {"cpu"}
-    return parts.plain(" · ".join([*texts, "CPU"] if on_cpu else texts))
-
-
 def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
     """Show the fitted exponents as a grid and as charts, with the local ones between neighbouring lengths."""
     st.header("How fast cost grows", help=GROWTH)
@@ -223,10 +265,8 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
         st.caption("An exponent needs three sequence lengths of one implementation; there are not that many yet.")
         return
     ordered = fits.sort_values(["origin", "metric", "implementation", "run_id"])
-    with_extra = list(
-        ordered.loc[ordered["metric"] == MEMORY[0], "run_id"]
-    )  # one kind of memory per run; the grid: all
-    shown = ordered.loc[~(ordered["metric"].isin(MEMORY[1:]) & ordered["run_id"].isin(with_extra))]
+    extra = ordered.loc[ordered["metric"] == MEMORY[0], "run_id"]  # the charts have one kind of memory per run
+    shown = ordered.loc[~(ordered["metric"].isin(MEMORY[1:]) & ordered["run_id"].isin(extra))]
     left, right = st.columns(2, gap="medium")
     with left:
         if shown["exponent"].notna().any():
@@ -268,100 +308,9 @@ def _branches(shares: Sequence[BranchShares]) -> None:
         right.markdown(parts.plain(one.sentence))
 
 
-def _unfinished(states: pd.DataFrame) -> None:
-    """Show a grid of points without metrics; in a chart they would look like measurements."""
-    missing = states.loc[states["state"].isin(NO_NUMBER)]
-    if missing.empty:
-        return
-    st.header("Points without a number")
-    st.caption("Click a row to open the point.")
-    _open_point(grids.unfinished(missing, key="unfinished"))
-
-
-def _rows(store: Store, run_ids: Sequence[str], rows: pd.DataFrame) -> None:
-    with st.expander(f"The {len(rows)} numbers behind the charts", icon=":material/table:"):
-        st.caption("Click a row to open the point. The file has all rows of the chosen runs, whatever the filters.")
-        grids.rows_button(lambda: data.csv(store, list(run_ids)), "scaling")
-        _open_point(grids.numbers(rows, key="numbers"))
-
-
 def _open_point(point_id: str | None) -> None:
     if point_id is not None:
         leave("runs", run=point_id.rpartition("/")[0], point=point_id)
-
-
-def _sweep(store: Store, runs: pd.DataFrame) -> list[str]:
-    """Id of the run to open with: our newest complete sweep over enough lengths, a scaling sweep before other kinds.
-
-    Enough are five lengths of one series, or the most that any complete run has. Without a complete run over three
-    lengths: the newest with results, else the newest.
-    """
-    ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    # A run is complete if it is done, or was and some of its points are measured again.
-    unended = ("running", "pending", "cancelled")
-    complete = [
-        run
-        for run in ours
-        if run["ok"] >= MIN_LENGTHS
-        and (run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in unended)))
-    ]
-    lengths: dict[str, int] = {}
-    for first in range(0, len(complete), _AT_ONCE):  # mostly, the newest runs have one
-        batch = complete[first : first + _AT_ONCE]
-        lengths |= data.lengths(store, [run["run_id"] for run in batch])
-        if any(run["kind"] == "scaling" and lengths.get(run["run_id"], 0) >= _ENOUGH for run in batch):
-            break
-    most = max(lengths.values(), default=0)
-    if most >= MIN_LENGTHS:
-        sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= min(_ENOUGH, most)]
-        return [min(sweeps, key=lambda run: run["kind"] != "scaling")["run_id"]]
-    return [run["run_id"] for run in ([run for run in ours if run["ok"]] or ours)[:1]]
-
-
-def _curve_of_the_start(store: Store, reported: Sequence[str]) -> list[str]:
-    """Ids of reported runs with a fit of a whole model's memory: the curve from which this project started."""
-    fits = data.fits(store, reported).to_dict("records")
-    return sorted({fit["run_id"] for fit in fits if fit["workload"] == "model" and fit["metric"] in MEMORY})
-
-
-def _usual_passes(states: pd.DataFrame) -> list[str]:
-    """Default passes: forward+backward, and all passes of runs without it (decoding)."""
-    usual: set[str] = set()
-    for _, passes in states.groupby("run_id")["pass"]:
-        named = set(passes.dropna())
-        usual |= named & {"forward+backward"} or named
-    return sorted(usual) if usual < set(states["pass"].dropna()) else []
-
-
-def _curves(states: pd.DataFrame) -> list[str]:
-    """Default implementations: all measured ones, and reported ones with at least three lengths (a curve)."""
-    ours: set[str] = set()
-    lengths: dict[str, set[float]] = defaultdict(set)
-    for point in states.to_dict("records"):
-        if point["origin"] == Origin.MEASURED and point["implementation"]:
-            ours.add(point["implementation"])
-        elif point["state"] == PointState.OK and point["implementation"]:
-            lengths[point["implementation"]].add(point["seq_len"])
-    shown = ours | {name for name, found in lengths.items() if len(found) >= MIN_LENGTHS}
-    return sorted(shown) if shown < set(states["implementation"].dropna()) else []
-
-
-def _usual_shapes(states: pd.DataFrame) -> list[str]:
-    """Default shapes: all, but one of a sweep over three or more, whose lines would hide each other."""
-    sweeps = states[states["shape"] != ""].groupby(["run_id", "workload"])["shape"].unique().map(sorted)
-    usual = {shape for shapes in sweeps for shape in (shapes if len(shapes) < 3 else shapes[:1])}
-    return sorted(usual) if usual < set(states["shape"]) - {""} else []
-
-
-def _pick(label: str, name: str, values: Iterable[Any], default: Sequence[str]) -> list[str]:
-    options = sorted({text for value in values if (text := series.text(value))})
-    if name == "shape" and len(options) < 2:
-        return []
-    binding = bound(name, options, default)
-    label = parts.plain(label)
-    if len(options) > 8:
-        return st.multiselect(label, options, placeholder="all", **binding)
-    return st.pills(label, options, selection_mode="multi", format_func=parts.plain, help="none chosen: all", **binding)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +21,6 @@ from orchestrator.terminal import say
 if TYPE_CHECKING:
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.verdicts import Gates
-    from orchestrator.store import Store
 
 UsageError: Any = typer.BadParameter.__base__
 """A wrong option or argument: click's class, of which newer versions of Typer have a copy without a public name."""
@@ -37,16 +35,8 @@ Run = Annotated[
 ]
 Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+Formats = Literal["md", "html", "csv", "json"]
 Rules = Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")]
-
-
-class Format(StrEnum):
-    """The formats of a report."""
-
-    MD = "md"
-    HTML = "html"
-    CSV = "csv"
-    JSON = "json"
 
 
 app = typer.Typer(
@@ -99,41 +89,38 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
 
     A .rayignore in the current folder keeps .env out of what `ray job submit --working-dir .` sends.
     """
-    written, kept = 0, []
+    specs = sorted(_SPECS.glob("*.yaml"))
+    kept = [spec.name for spec in specs if os.path.lexists(folder / spec.name)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for spec in sorted(_SPECS.glob("*.yaml")):
-            try:
-                with (folder / spec.name).open("xb") as file:  # fails where there is a file, or a link to one
-                    file.write(spec.read_bytes())
-                written += 1
-            except FileExistsError:
-                kept.append(spec.name)
+        for spec in specs:
+            if spec.name not in kept:
+                (folder / spec.name).write_bytes(spec.read_bytes())
     except OSError as err:
         raise UserError(f"FOLDER: {str(folder)!r}: cannot be written ({err.strerror}); name another") from None
-    say(f"wrote {written} specs to {folder}/")
+    say(f"wrote {len(specs) - len(kept)} specs to {folder}/")
     if kept:
         say(f"kept your own: {', '.join(kept)}")
-    try:
-        _ignore_env(Path(".rayignore"))
-    except OSError as err:
-        line = "add the line .env to it, or `ray job submit --working-dir .` sends .env with its secrets"
-        terminal.warn(f"warning: .rayignore: cannot be written ({err.strerror}); {line}")
+    _ignore_env(Path(".rayignore"))
     spec = folder / "demo.yaml"
     say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
 
 
 def _ignore_env(rayignore: Path) -> None:
     """Have Ray leave .env, which may hold secrets, out of what it sends of this folder."""
-    if not os.path.lexists(rayignore):
-        rayignore.write_text("# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n")
-    else:
-        text = rayignore.read_bytes()
-        if {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
-            return
-        with rayignore.open("ab") as file:
-            file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
-    say(f"{rayignore}: now has the line .env; `ray job submit` does not send .env")
+    try:
+        if not os.path.lexists(rayignore):
+            rayignore.write_text("# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n")
+        else:
+            text = rayignore.read_bytes()
+            if {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
+                return
+            with rayignore.open("ab") as file:
+                file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
+        say(f"{rayignore}: now has the line .env; `ray job submit` does not send .env")
+    except OSError as err:
+        line = "add the line .env to it, or `ray job submit --working-dir .` sends .env with its secrets"
+        terminal.warn(f"warning: {rayignore}: cannot be written ({err.strerror}); {line}")
 
 
 @app.command()
@@ -146,7 +133,8 @@ def doctor() -> None:
     check_current_folder()
     console.table("Settings", ["variable", "value", "source", "meaning"], doctor.setting_rows(settings))
     found = doctor.findings(settings)
-    console.findings(found)
+    rows = [(name, health, detail, "" if health is Health.OK else fix) for name, health, detail, fix in found]
+    console.table("Checks", ["check", "state", "detail", "to mend it"], rows)
     raise typer.Exit(1 if any(f.health is Health.BROKEN for f in found) else 0)
 
 
@@ -164,7 +152,10 @@ def up(
     upgrade(settings.database)
     rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
     console.services(rows)
-    console.access(services.token_place(), services.exposures(settings, rows[0].pid))
+    if token := services.token_place():
+        say(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
+    for what, fix in services.exposures(settings, rows[0].pid):
+        terminal.warn(f"warning: {what}; {fix}")
 
 
 @app.command()
@@ -256,7 +247,8 @@ def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one 
     with open_store() as store:
         run_id = find_run(store, run)
         if point is None:
-            console.run(queries.run(store, run_id), queries.points(store, run_id), queries.events(store, run_id))
+            row = queries.run(store, run_id) or {}
+            console.run(row, queries.points(store, run_id), queries.events(store, run_id))
         else:
             row = find_point(store, run_id, point)
             point_id = row["point_id"]
@@ -361,7 +353,7 @@ def diagnose(
 @app.command()
 def report(
     runs: Runs = None,
-    format: Annotated[Format, typer.Option(help="what to print; --out decides by its suffix")] = Format.MD,
+    format: Annotated[Formats, typer.Option(help="what to print; --out decides by its suffix")] = "md",
     out: Annotated[
         Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
     ] = None,
@@ -372,16 +364,29 @@ def report(
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
     from orchestrator.cli.lookup import find_runs, open_store
     from orchestrator.report import write as reports
+    from orchestrator.report.template import render, render_folder
 
     with open_store() as store:
         run_ids = find_runs(store, runs)
-        if template is not None:
-            _from_template(store, template, run_ids, out)
+        if template is None:
+            if out is not None:
+                reports.write_report(store, run_ids, out)
+            say(reports.report(store, run_ids, format=format) if out is None else f"wrote {out}")
+        elif not template.is_dir():
+            text = render(store, template, run_ids, _load, out)
+            say(text.rstrip("\n") if out is None else f"wrote {out}")
         elif out is None:
-            say(reports.report(store, run_ids, format=format.value))
+            raise UserError("--out: is missing; give the folder to write the reports to")
         else:
-            reports.write_report(store, run_ids, out)
-            say(f"wrote {out}")
+            for path in render_folder(store, template, run_ids, _load, out):
+                say(f"wrote {path}")
+
+
+def _load(file: str, settings: Sequence[str]) -> Any:
+    """A ready spec, or one of the user's own, for a template."""
+    from jobs.specs.load import load_spec
+
+    return load_spec(Path(file) if Path(file).exists() else _SPECS / file, settings)
 
 
 @app.command()
@@ -402,7 +407,7 @@ def compare(
         sides = [find_side(store, text) for text in (first, *others)]
         found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
     for each in found:
-        for table in (comparing.cells_table(each), comparing.differences_table(each)):
+        for table in comparing.tables(each):
             if format == "md":
                 say(f"### {table.title}\n\n{table.note}\n\n{table.markdown()}\n")
             else:
@@ -412,24 +417,6 @@ def compare(
                     say(table.note)
     changes = {cell.change for each in found for cell in each.cells}
     raise typer.Exit(1 if Change.WORSE in changes else 3 if Change.AMBIGUOUS in changes else 0)
-
-
-def _from_template(store: Store, template: Path, run_ids: Sequence[str], out: Path | None) -> None:
-    from jobs.specs.load import load_spec
-    from orchestrator.judge.rules import READY_SPECS
-    from orchestrator.report.template import render, render_folder
-
-    def load(file: str, settings: Sequence[str]) -> Any:
-        return load_spec(Path(file) if Path(file).exists() else READY_SPECS / file, settings)
-
-    if template.is_dir():
-        if out is None:
-            raise UserError("--out: is missing; give the folder to write the reports to")
-        for path in render_folder(store, template, run_ids, load, out):
-            say(f"wrote {path}")
-        return
-    text = render(store, template, run_ids, load, out)
-    say(text.rstrip("\n") if out is None else f"wrote {out}")
 
 
 @app.command()

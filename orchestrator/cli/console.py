@@ -14,11 +14,9 @@ from jobs.schema.quantities import readable, readable_interval
 from jobs.schema.states import again_in_words
 from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
-from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
-    from orchestrator.cli.doctor import Finding
-    from orchestrator.cli.services import Exposure, ServiceStatus
+    from orchestrator.cli.services import ServiceStatus
     from orchestrator.judge.decisions import Decision
     from orchestrator.judge.steps import Step
 
@@ -29,25 +27,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     out.print(Table(title, "", columns, list(rows)).rich(fold=True))
 
 
-def findings(found: Sequence[Finding]) -> None:
-    rows = [(each.name, each.health, each.detail, "" if each.health == "ok" else each.fix) for each in found]
-    table("Checks", ["check", "state", "detail", "to mend it"], rows)
-
-
 def services(statuses: Sequence[ServiceStatus]) -> None:
     rows = []
-    for each in statuses:
-        state = "ok" if each.healthy else "not running" if each.pid is None else "starting"
-        rows.append((each.name, each.url, state, str(each.pid or ("started elsewhere" if each.healthy else ""))))
+    for name, url, pid, healthy in statuses:
+        state = "ok" if healthy else "not running" if pid is None else "starting"
+        rows.append((name, url, state, str(pid or ("started elsewhere" if healthy else ""))))
     table("Services", ["service", "address", "state", "pid"], rows)
-
-
-def access(token: str | None, found: Sequence[Exposure]) -> None:
-    """Print who may use the Ray cluster. `token`: the place of its token; None if it asks for none."""
-    if token:
-        say(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
-    for one in found:
-        warn(f"warning: {one.what}; {one.fix}")
 
 
 def runs(frame: pd.DataFrame, *, title: str) -> None:
@@ -59,9 +44,7 @@ def runs(frame: pd.DataFrame, *, title: str) -> None:
     table(title, columns, [[_text(row[name]) for name in names] for row in frame.to_dict("records")])
 
 
-def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFrame) -> None:
-    if row is None:
-        return
+def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> None:
     fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_branch", "git_dirty", "code_hash")
     _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
     rows = []
@@ -73,7 +56,7 @@ def run(row: Mapping[str, Any] | None, points: pd.DataFrame, events: pd.DataFram
         rows.append((_text(p["number"]), p["label"], p["state"], progress, reason))
     table("Points", ["#", "label", "state", "progress", "reason"], rows)
     for event in events.to_dict("records"):
-        out.print(f"{_text(event['at'])} {event['level']}: {in_a_line(event['message'])}", markup=False)
+        out.print(f"{_text(event['at'])} {event['level']}: {in_a_line(event['message'])}")
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
@@ -92,14 +75,13 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
     else:
         out.print("no metrics: only points that are ok have any")
     for file in files.to_dict("records"):
-        out.print(f"artifact: {file_name(file['name'])}", markup=False)
+        out.print(f"artifact: {file_name(file['name'])}")
 
 
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
         out.rule(Text(file_name(f["name"]) + (" (its end)" if f["truncated"] else "")))
-        text = "" if pd.isna(f["content"]) else f["content"]
-        out.print(text or f"not stored as text; see {f['path']}", markup=False)
+        out.print(f"not stored as text; see {f['path']}" if pd.isna(f["content"]) or not f["content"] else f["content"])
     if files.empty:
         out.print("this point has no artifacts")
 
@@ -107,19 +89,17 @@ def artifacts(files: pd.DataFrame) -> None:
 def plan(decisions: Sequence[Decision]) -> None:
     """Print what would settle each decision's open rules: the commands in their order, then what no command settles."""
     for decision in decisions:
-        out.print(f"{decision.name}: {decision.title}", style="bold", markup=False)
-        out.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
+        out.print(f"{decision.name}: {decision.title}", style="bold")
+        out.print(f"  {decision.sentence}")
         commands = [step for step in decision.steps if step.command]
-        others = [step for step in decision.steps if not step.command]
         for number, step in enumerate(commands, 1):
-            out.print(f"  {number}. {step.command}", style="cyan", markup=False, soft_wrap=True)
-            out.print(f"     {cost(step)}", markup=False, soft_wrap=True)
-            out.print(f"     settles {', '.join(step.settles)} on {step.hardware}", markup=False, soft_wrap=True)
+            out.print(f"  {number}. {step.command}", style="cyan")
+            out.print(f"     {cost(step)}\n     settles {', '.join(step.settles)} on {step.hardware}")
+        others = [step for step in decision.steps if not step.command]
         if others or not commands:
             out.print("  no command settles:" if others else "  nothing is open")
         for step in others:
-            text = f"    {', '.join(step.settles)} on {step.hardware}: {step.lacking}"
-            out.print(text, markup=False, soft_wrap=True)
+            out.print(f"    {', '.join(step.settles)} on {step.hardware}: {step.lacking}")
 
 
 def cost(step: Step) -> str:
@@ -140,7 +120,7 @@ def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
         if row.get(name) is not None and not (isinstance(row[name], float) and pd.isna(row[name])):
-            out.print(f"{name:<{width}}  {in_a_line(row[name], 4_000)}", markup=False)
+            out.print(f"{name:<{width}}  {in_a_line(row[name], 4_000)}")
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,6 @@ Other Ray clusters on the host are left alone: only processes started here are s
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import http.client
 import json
@@ -19,8 +18,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -35,15 +35,13 @@ from orchestrator.terminal import warn
 
 _READY_S = 90.0
 _STOP_S = 40.0
-_ANSWER = 4096  # bytes of an answer that are read
 
 
 class ServiceError(UserError):
     """A service did not come up. One line: service, reason, fix."""
 
 
-@dataclass(frozen=True)
-class Service:
+class Service(NamedTuple):
     """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it.
 
     Attributes:
@@ -57,9 +55,16 @@ class Service:
     says: str
     files: Path
 
+    @property
+    def healthy(self) -> bool:
+        return answers(self.url + self.path, self.says)
 
-@dataclass(frozen=True)
-class ServiceStatus:
+    @property
+    def port(self) -> int:
+        return _port(self.url)
+
+
+class ServiceStatus(NamedTuple):
     """A service's state: `pid` if it was started here and is alive, `healthy` if its URL answers."""
 
     name: str
@@ -91,10 +96,9 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     """Start the services that are not running and wait until all answer.
 
     Raises:
-        ServiceError: NSA_HOME cannot be written, a port is taken by something else, NSA_RAY_HOST is no address of this
-            host, or a service did not answer in time (its log is named).
-        UserError: Ray's token cannot be made or kept from others.
-        UserError: nor can Ray's folder.
+        UserError: NSA_HOME, Ray's folder or its token cannot be written or kept from others, a port is taken by
+            something else, NSA_RAY_HOST is no address of this host, or a service did not answer in time (its log is
+            named).
     """
     try:
         settings.home.mkdir(parents=True, exist_ok=True)
@@ -124,13 +128,9 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
 
 
 def down(settings: Settings) -> list[str]:
-    """Stop the services that `up` started, last first, and remove Ray's folder.
+    """Stop the services that `up` started, last first, and remove Ray's folder. Returns the names of the stopped.
 
-    Returns:
-        The names of the stopped.
-
-    Raises:
-        ServiceError: NSA_HOME cannot be entered or written.
+    Raises ServiceError if NSA_HOME cannot be entered or written.
     """
     if is_missing(settings.home):  # so nothing was started there
         return []
@@ -142,25 +142,35 @@ def down(settings: Settings) -> list[str]:
 
 def status(settings: Settings) -> list[ServiceStatus]:
     """State of Ray and of the dashboard."""
-    found = local_services(settings)
-    return [ServiceStatus(one.name, one.url, _pid(one), answers(one.url + one.path, one.says)) for one in found]
+    return [ServiceStatus(one.name, one.url, _pid(one), one.healthy) for one in local_services(settings)]
 
 
 def ray_answers(settings: Settings) -> bool:
     """Whether a Ray cluster answers at NSA_RAY_DASHBOARD."""
-    ray = local_services(settings)[0]
-    return answers(ray.url + ray.path, ray.says)
+    return local_services(settings)[0].healthy
 
 
 def answers(url: str, says: str = "") -> bool:
     """Whether an HTTP server at `url` answers with a text that has `says` in it; a refusal (401, 403) counts."""
+    code, text = _get(url)
+    return code in (401, 403) or (200 <= code < 300 and says.encode() in text)
+
+
+def asks_for_token(settings: Settings) -> bool:
+    """Whether the cluster at NSA_RAY_DASHBOARD refuses those without its token; True if none answers."""
+    code, text = _get(f"{settings.ray_dashboard.rstrip('/')}/api/authentication_mode")
+    return code != 404 and b'"disabled"' not in text  # 404: a Ray older than its tokens
+
+
+def _get(url: str) -> tuple[int, bytes]:
+    """Status and beginning of the answer at `url`; 0 if no HTTP server answers."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
-            return says.encode() in answer.read(_ANSWER)
+            return answer.status, answer.read(4096)
     except urllib.error.HTTPError as err:
-        return err.code in (401, 403)
+        return err.code, b""
     except (OSError, http.client.HTTPException, ValueError):  # also of a server that speaks no HTTP
-        return False
+        return 0, b""
 
 
 def service_env(settings: Settings) -> dict[str, str]:
@@ -199,13 +209,8 @@ def _alone(settings: Settings) -> Iterator[None]:
 def _refuse_taken(service: Service) -> None:
     """Raise ServiceError if another process holds a service's port, whatever it says there: it would get our calls."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, _port(service.url)))
-        except OSError as err:
-            if err.errno == errno.EADDRINUSE:
-                raise _taken(service) from None
-    if answers(service.url + service.path):
+        taken = probe.connect_ex((LOOPBACK, service.port)) == 0
+    if taken or answers(service.url + service.path):
         raise _taken(service)
 
 
@@ -239,13 +244,13 @@ def _start(settings: Settings, service: Service) -> None:
 def _await(settings: Settings, service: Service, noted: bool) -> None:
     """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
-    while not (answers(service.url + service.path, service.says) and (not noted or local_address(settings))):
+    while not (service.healthy and (not noted or local_address(settings))):
         dead = _pid(service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
             raise ServiceError(f"{service.name}: {why} at {service.url}; see {service.files.with_suffix('.log')}")
         time.sleep(0.2)
-    if _port(service.url) not in _ports(_pid(service)):  # another process was faster
+    if service.port not in _ports(_pid(service)):  # another process was faster
         raise _taken(service)
 
 
@@ -257,8 +262,8 @@ def _ports(pid: int | None, *, beyond_loopback: bool = False) -> list[int]:
         for process in (parent, *parent.children(recursive=True)):
             with suppress(psutil.Error):  # it may end meanwhile
                 for one in process.net_connections(kind="tcp"):
-                    ip = one.laddr.ip.removeprefix("::ffff:") if one.status == psutil.CONN_LISTEN else ""
-                    if ip and not (beyond_loopback and (ip == "::1" or ip.startswith("127."))):
+                    loopback = ip_address(one.laddr.ip.removeprefix("::ffff:")).is_loopback
+                    if one.status == psutil.CONN_LISTEN and not (beyond_loopback and loopback):
                         ports.add(one.laddr.port)
     return sorted(ports)
 
@@ -301,8 +306,7 @@ def _port(url: str) -> int:
     return urlsplit(url).port or 8265
 
 
-@dataclass(frozen=True)
-class Exposure:
+class Exposure(NamedTuple):
     """Something that others reach, and what to do about it."""
 
     what: str
@@ -328,15 +332,3 @@ def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
     if problem := ray_token.problem():
         found.append(Exposure(problem, "nsa down; remove the file; nsa up"))
     return found
-
-
-def asks_for_token(settings: Settings) -> bool:
-    """Whether the cluster at NSA_RAY_DASHBOARD refuses those without its token; True if none answers."""
-    url = f"{settings.ray_dashboard.rstrip('/')}/api/authentication_mode"
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return json.load(answer).get("authentication_mode") != "disabled"
-    except urllib.error.HTTPError as err:
-        return err.code != 404  # a Ray older than its tokens
-    except (OSError, http.client.HTTPException, ValueError, AttributeError):
-        return True

@@ -6,16 +6,15 @@ A run is cancelled by stopping its job; where its driver is gone already, its un
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from jobs.schema.plain_text import error_in_a_line, in_a_line
+from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
@@ -30,7 +29,7 @@ from orchestrator.provenance import git_state
 from orchestrator.run import driver
 from orchestrator.settings import Settings, check_current_folder
 from orchestrator.store import Store, queries
-from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, held, owner, read
+from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, owner, read
 from orchestrator.store.lease import LeaseHeld
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.terminal import say, warn
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
 
 _ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names a node's cards
 _MOST_NODES = 10_000  # Ray's own limit
-T = TypeVar("T")
-
 _REASON = 300  # characters
 _CANCELLED = "cancelled by nsa cancel"
+T = TypeVar("T")
 
 
 class SubmissionError(UserError):
@@ -54,14 +52,8 @@ class CancelError(UserError):
     """The run cannot be cancelled from here. One line: field, value, fix."""
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A job that Ray has accepted.
-
-    Attributes:
-        job: Ray's submission id.
-        upload_bytes: size of the package that was sent.
-    """
+class Submitted(NamedTuple):
+    """A job that Ray has accepted: its submission id, and the bytes of the package that was sent."""
 
     job: str
     upload_bytes: int
@@ -80,22 +72,24 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
         SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)
-    args = ["python", "-m", "jobs", str(upload.spec)]
-    for item in overrides:
-        args += ["--set", item]
-    args += more
+    args = ["python", "-m", "jobs", str(upload.spec), *_sets(overrides), *more]
     client = _client(settings)
     if not asks_for_token(settings):
         warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
-        job = _answered(
+        what = f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job"
+        job = _answer(
             lambda: client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env),
-            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job",
+            what,
             "look at `nsa status`",
         )
         return Submitted(job, size)
+
+
+def _sets(overrides: Sequence[str]) -> list[str]:
+    return [item for override in overrides for item in ("--set", override)]
 
 
 def follow(settings: Settings, submission_id: str) -> Iterator[str]:
@@ -105,7 +99,7 @@ def follow(settings: Settings, submission_id: str) -> Iterator[str]:
     try:
         while True:
             try:
-                text = _known(lambda: loop.run_until_complete(anext(stream)), submission_id)
+                text = _of_job(lambda: loop.run_until_complete(anext(stream)), submission_id)
             except StopAsyncIteration:
                 return
             yield text
@@ -115,12 +109,12 @@ def follow(settings: Settings, submission_id: str) -> Iterator[str]:
 
 def log(settings: Settings, submission_id: str) -> str:
     """The job's log so far."""
-    return _known(lambda: _client(settings).get_job_logs(submission_id), submission_id)
+    return _of_job(lambda: _client(settings).get_job_logs(submission_id), submission_id)
 
 
 def job_status(settings: Settings, submission_id: str) -> JobStatus:
     """The job's status."""
-    return _known(lambda: _client(settings).get_job_status(submission_id), submission_id)
+    return _of_job(lambda: _client(settings).get_job_status(submission_id), submission_id)
 
 
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
@@ -137,68 +131,48 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     if RunState(run["state"]).ended:
         return f"{run_id} has ended already: {run['state']}"
     job = run["submission_id"]
+    gone = "its job has ended" if job else "it was not run as a Ray job"
     try:
-        if job and _known(lambda: _client(settings).stop_job(job), job):  # its driver cancels the remaining points
+        if job and _of_job(lambda: _client(settings).stop_job(job), job):  # its driver cancels the remaining points
             return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
     except SubmissionError as err:
         gone = f"its job could not be asked to stop ({err})"
-    else:
-        gone = "its job has ended" if job else "it was not run as a Ray job"
-    count, note = _mark_cancelled(store, run)
-    return f"{gone}; marked {count} unfinished points of {run_id} as cancelled{note}"
-
-
-def _mark_cancelled(store: Store, run: dict[str, Any]) -> tuple[int, str]:
-    """Cancel the unfinished points in journal and store. Returns their number, and a note for the user."""
-    run_id = run["run_id"]
-    path, note = own_journal(run)
-    alive = CancelError(
-        f"RUN: {run_id!r}: its driver is alive on {run['host'] or 'its host'}; interrupt it there with Ctrl-C, or "
-        "stop its Ray job"
-    )
-    journal: Journal | None = None
+    path, note = _own_journal(run)
     with ExitStack() as stack:
         # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
+        journal: Journal | None = None
         try:
             stack.enter_context(store.lease(run_id))
             journal = stack.enter_context(Journal(path)) if path else None
-        except LeaseHeld:
-            raise alive from None
-        except JournalError as err:
-            if isinstance(err, JournalHeld) or (path and held(path)):
-                raise alive from None
-            note = f" in the database alone: {in_a_line(path)} cannot be written"
+        except (LeaseHeld, JournalHeld):
+            raise CancelError(
+                f"RUN: {run_id!r}: its driver is alive on {run['host'] or 'its host'}; interrupt it there with "
+                "Ctrl-C, or stop its Ray job"
+            ) from None
         if journal is not None:
             store.apply_many(read(journal.path))  # the database may have missed some
         records = _endings(store, run_id)
         if journal is not None:
             journal.append(records)
         store.apply_many(records)
-    return sum(isinstance(record, OutcomeRecord) for record in records), note
+    count = sum(isinstance(record, OutcomeRecord) for record in records)
+    return f"{gone}; marked {count} unfinished points of {run_id} as cancelled{note}"
 
 
-def own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
+def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
     """The run's journal, if it is on this machine; else None, and a note on another file at its path.
 
     The path is the database's, so that of any imported journal: the file there may be anything.
     """
     path = Path(run["artifacts"] or "") / NAME
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return None, ""
-        found = owner(path)
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.isfile(path):
         return None, ""
+    try:
+        found = owner(path)
+        why = f"{in_a_line(path)} {f'is of the run {found!r}' if found else 'has no record'}, so it stays as it is"
     except JournalError as err:
-        why = in_a_line(err)
-    except OSError as err:  # Path.is_file raises it, too
-        why = f"{in_a_line(path)} cannot be looked at ({err.strerror})"
-    else:
-        if found == run["run_id"]:
-            return path, ""
-        of = f"is of the run {found!r}" if found else "has no record"
-        why = f"{in_a_line(path)} {of}, so it stays as it is"
-    return None, f" in the database alone: {why}"
+        found, why = None, in_a_line(err)
+    return (path, "") if found == run["run_id"] else (None, f" in the database alone: {why}")
 
 
 def _endings(store: Store, run_id: str) -> list[Record]:
@@ -207,17 +181,12 @@ def _endings(store: Store, run_id: str) -> list[Record]:
     assert run is not None, "the caller looked the run up"
     if RunState(run["state"]).ended:
         return []
-    outcomes = [
-        OutcomeRecord(
-            run_id=run_id,
-            point_id=row["point_id"],
-            attempt=row["number"],
-            state=PointState.CANCELLED,
-            reason=_CANCELLED,
-        )
+    ending: dict[str, Any] = {"run_id": run_id, "reason": _CANCELLED}
+    outcomes: list[Record] = [
+        OutcomeRecord(**ending, point_id=row["point_id"], attempt=row["number"], state=PointState.CANCELLED)
         for row in queries.unended_attempts(store, run_id).to_dict("records")
     ]
-    return [*outcomes, RunEndRecord(run_id=run_id, state=RunState.CANCELLED, reason=_CANCELLED, resumed=run["resumed"])]
+    return [*outcomes, RunEndRecord(**ending, state=RunState.CANCELLED, resumed=run["resumed"])]
 
 
 def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> None:
@@ -232,18 +201,34 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
     for step in steps:
         settled = f"{', '.join(step.settles)} on {step.hardware}"
         if step.command is None:
-            _say(f"no command settles {settled}: {step.lacking}")
+            say(f"no command settles {settled}: {step.lacking}")
         elif not any(node.can_run(step) for node in nodes):
             cards = {f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus}
-            _say(
+            say(
                 f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
                 f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"
             )
         elif dry_run:
-            _say(f"would run: {step.command}: {console.cost(step)}; settles {settled}")
+            say(f"would run: {step.command}: {console.cost(step)}; settles {settled}")
         else:
-            _say(f"running: {step.command}: {console.cost(step)}; settles {settled}")
-            _say(f"{_run_step(settings, step) or 'done'}: {step.command}")
+            say(f"running: {step.command}: {console.cost(step)}; settles {settled}")
+            say(f"{_run_step(settings, step)}: {step.command}")
+
+
+def _run_step(settings: Settings, step: Step) -> str:
+    """Run a step to its end. Returns how it ended, in a word or a line."""
+    assert step.spec is not None, "a step with a command has a spec"
+    spec = READY_SPECS / step.spec
+    try:
+        driver.check([str(spec), *_sets(step.overrides)])
+        job = submit(settings, spec, step.overrides).job
+        say(f"submitted {job}")
+        for text in follow(settings, job):
+            say(text, end="")
+        status = job_status(settings, job)
+    except (UserError, SpecError) as err:
+        return f"failed ({'; '.join(str(err).splitlines())})"
+    return "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
 
 
 def check_commands(rules: Gates) -> None:
@@ -254,68 +239,42 @@ def check_commands(rules: Gates) -> None:
     check_current_folder()
     for target in rules.targets:
         for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
-            if measure.spec is None:
-                continue
             try:
-                load_spec(READY_SPECS / measure.spec, measure.set)
+                if measure.spec is not None:
+                    load_spec(READY_SPECS / measure.spec, measure.set)
             except SpecError as err:
                 raise GatesError(f"set: {list(measure.set)}: {measure.spec} refuses it: {err}") from None
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A living node of the cluster: its GPUs and Ray's types of them."""
 
     gpus: float
     accelerators: frozenset[str]
 
     def can_run(self, step: Step) -> bool:
-        """Whether a step fits on it."""
         return self.gpus >= step.gpus and (step.accelerator is None or step.accelerator in self.accelerators)
 
 
 def cluster_nodes(settings: Settings) -> list[Node]:
     """The living nodes, as the cluster's dashboard lists them; this process does not join it.
 
-    Raises:
-        SubmissionError: no cluster answers.
+    Raises SubmissionError if no cluster answers.
     """
     _check_ray(settings)
     from ray.util.state import list_nodes
 
-    try:
-        listed = list_nodes(settings.ray_dashboard, [("state", "=", "ALIVE")], limit=_MOST_NODES, detail=True)
-    except Exception as err:  # also of an answer of another server than Ray's
-        raise SubmissionError(
-            f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes ({error_in_a_line(err)}); "
-            "look at `nsa status`"
-        ) from None
+    what = f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes"
+    alive: Any = [("state", "=", "ALIVE")]
+    listed = _answer(
+        lambda: list_nodes(settings.ray_dashboard, alive, limit=_MOST_NODES, detail=True), what, "look at `nsa status`"
+    )
     nodes = []
     for each in listed:
         resources = vars(each)["resources_total"]
         types = {name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)}
         nodes.append(Node(float(resources.get("GPU", 0)), frozenset(types)))
     return nodes
-
-
-def _run_step(settings: Settings, step: Step) -> str | None:
-    """Run a step to its end. Returns the problem in a word or a line; None if it succeeded."""
-    assert step.spec is not None, "a step with a command has a spec"
-    spec = READY_SPECS / step.spec
-    try:
-        driver.check([str(spec), *(item for override in step.overrides for item in ("--set", override))])
-        job = submit(settings, spec, step.overrides).job
-        _say(f"submitted {job}")
-        for text in follow(settings, job):
-            say(text, end="")
-        status = job_status(settings, job)
-    except (UserError, SpecError) as err:
-        return f"failed ({'; '.join(str(err).splitlines())})"
-    return None if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
-
-
-def _say(text: str) -> None:
-    console.out.print(text, markup=False, soft_wrap=True)
 
 
 def _check_ray(settings: Settings) -> None:
@@ -347,11 +306,11 @@ def _client(settings: Settings) -> JobSubmissionClient:
         ) from None
 
 
-def _known(call: Callable[[], T], submission_id: str) -> T:
-    return _answered(call, f"job: {submission_id!r}", "`ray job list` lists the jobs")
+def _of_job(call: Callable[[], T], submission_id: str) -> T:
+    return _answer(call, f"job: {submission_id!r}", "`ray job list` lists the jobs")
 
 
-def _answered(call: Callable[[], T], what: str, fix: str) -> T:
+def _answer(call: Callable[[], T], what: str, fix: str) -> T:
     """The answer to a call of Ray's client. Raises SubmissionError if Ray refuses, times out or returns garbage."""
     try:
         return call()

@@ -1,1 +1,1 @@
-"""Reports of stored runs: facts (content, bench, evidence), tables, charts, files (write, template)."""
+"""Reports of stored runs: facts (bench, evidence), tables, charts, files (write, template)."""

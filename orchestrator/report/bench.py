@@ -1,52 +1,78 @@
-"""Facts of runs of kind `bench`: figures of the operator, dense attention and the best peers."""
+"""Runs of kind `bench`: the operator beside dense attention and peers, its growth, branches and stages, as tables."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from jobs.schema.states import Origin
-from orchestrator.judge.branches import BranchShares, branch_shares
+from jobs.schema.quantities import readable
+from jobs.schema.states import Origin, PointState
+from orchestrator.judge.branches import Branch, BranchShares, branch_shares, take_overs
+from orchestrator.judge.growth import Growth, LocalSlope, fit_growth, local_slopes
 from orchestrator.report.series import text
+from orchestrator.report.table import Table
 from orchestrator.store import Store, queries
 
 KIND = "bench"
 FORWARD, BOTH = "forward", "forward+backward"
 TIME, MEMORY, STAGE = "time", "peak_extra_memory", "stage_"
-# Columns without which a point has no line; an imported journal may lack them.
-_PLACE = ["implementation", "query_heads", "kv_heads", "head_dim", "seq_len", "batch"]
+UNMEASURED = "-"
+GROWTH = (
+    "Growth of the value per sequence: the exponent p of value = overhead + c · S^p with its 95 % interval; or, where "
+    "overhead + linear + quadratic describes it better than any power, the shares of these at the longest length, the "
+    "quadratic one's 95 % interval, and the S from which on it is the greater half. Local exponents: the slope of each "
+    "octave on log-log axes, by the length at its end, with half of its 95 % "
+    "interval from the values' spread if that is above 0.1."
+)
+_OPERATOR = (
+    "Of the whole call; pairs are forward / forward+backward. A ratio above 1 speaks for the row: × dense is the "
+    "time of the fastest dense attention over the row's, of this run or one of the same commit and card in this "
+    "report; × peer that of the best figure reported for the same heads, dtype, length, batch and card, of any NSA "
+    f"implementation; MiB × peer the same of extra memory. {UNMEASURED}: not measured."
+)
+_BRANCHES = (
+    " Device milliseconds of a call by branch, and their part of all kernels. Compressed: with its scores and the "
+    "choice of blocks; window: with the blocks that are always selected; rest: compression, merging, gates; other: "
+    "PyTorch's own kernels. A stage of the compressed branch and the window is divided by a fit over the lengths: per "
+    "token, the window costs a constant and the compressed branch a multiple of S. Compressed / dense: beside the time "
+    "of the fastest dense attention. By design, with one compressed key every 16 tokens (cmp_stride; "
+    "arXiv:2502.11089), the last query sees S/16 compressed keys and a query S/32 on average, where dense attention "
+    "sees S/2: 1/16 of its work, and just as quadratic; the scores visit the same keys once more."
+)
+_STAGES = (
+    "Milliseconds on the device by stage of the operator; other: PyTorch's own kernels. Gaps: the rest of the "
+    "call's time, in which the device waits for the host, or for a kernel's last programs. Stages are timed in "
+    "calls of their own: a gap below 0 is what these differ by from the call that was timed."
+)
+_NEEDED = ["implementation", "query_heads", "kv_heads", "head_dim", "seq_len", "batch"]  # a journal may lack them
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Heads and dtype of an operator."""
+class Place(NamedTuple):
+    """Coordinates within which figures are comparable."""
 
     query_heads: int
     kv_heads: int
     head_dim: int
     dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.query_heads}/{self.kv_heads} d{self.head_dim}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Coordinates within which figures are comparable: layout, length, batch and pass."""
-
-    layout: Layout
     seq_len: int
     batch: int
     pass_: str
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self[:4]
 
-@dataclass(frozen=True)
-class Figure:
-    """The best value at a place, and its owner (implementation or kernel)."""
+    @property
+    def heads(self) -> str:
+        return f"{self.query_heads}/{self.kv_heads} d{self.head_dim}"
+
+
+class Figure(NamedTuple):
+    """A value and its owner: an implementation or a kernel."""
 
     value: float
     owner: str
@@ -80,23 +106,14 @@ class Bench:
         """The pass of the rows and charts: forward+backward if planned, else forward."""
         return fullest([place.pass_ for place, _ in self.states])
 
-    def rows(self) -> Iterator[tuple[Place, str]]:
+    def rows(self) -> list[tuple[Place, str]]:
         """Rows (place in the fullest pass, NSA implementation), by layout as in the run, implementation, length."""
         layouts = list(dict.fromkeys(place.layout for place, _ in self.states))
-        fullest = self.fullest
-        rows = [row for row in self.states if row[0].pass_ == fullest and not is_dense(row[1])]
-        yield from sorted(rows, key=lambda row: (layouts.index(row[0].layout), row[1], row[0].seq_len))
+        rows = [row for row in self.states if row[0].pass_ == self.fullest and not is_dense(row[1])]
+        return sorted(rows, key=lambda row: (layouts.index(row[0].layout), row[1], row[0].seq_len))
 
     def value(self, place: Place, implementation: str, metric: str) -> float | None:
         return self.values.get((place, implementation, metric))
-
-    def stages(self, place: Place, implementation: str) -> dict[str, float]:
-        """Milliseconds by stage; empty if no stages were measured."""
-        return {
-            metric.removeprefix(STAGE): value
-            for (at, name, metric), value in self.values.items()
-            if (at, name) == (place, implementation) and metric.startswith(STAGE)
-        }
 
     def dense(self, place: Place) -> Figure | None:
         """The fastest dense attention of this run and the runs in `alike`, with its kernel; None if not measured."""
@@ -118,72 +135,192 @@ def is_dense(implementation: str) -> bool:
     return implementation.startswith("dense")
 
 
-def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
-    """The runs of kind bench among `run_ids`. Raises StoreUnavailable."""
-    runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None and run["kind"] == KIND]
-    if not runs:
-        return []
-    reported = queries.scaling(store, origin=Origin.REPORTED)
-    names = run_names(runs)
-    benches = [_bench(store, run, reported, names[run["run_id"]]) for run in runs]
-    pairs = list(zip(runs, benches, strict=True))
-    return [replace(bench, alike=[b for r, b in pairs if b is not bench and _alike(run, r)]) for run, bench in pairs]
-
-
 def run_names(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Display name of each run, by id: its name, or its id if the name occurs more than once."""
     count = Counter(str(run["name"]) for run in runs)
     return {run["run_id"]: str(run["name"]) if count[str(run["name"])] == 1 else run["run_id"] for run in runs}
 
 
-def _alike(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both runs have the same known card and the same known commit, without changes."""
-    known = all(x["gpu"] and x["git_commit"] and not x["git_dirty"] for x in (run, other))
-    return known and (run["gpu"], run["git_commit"]) == (other["gpu"], other["git_commit"])
+def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
+    """The runs of kind bench among `run_ids`. Raises StoreUnavailable."""
+    runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None and run["kind"] == KIND]
+    if not runs:
+        return []
+    reported, names = queries.scaling(store, origin=Origin.REPORTED), run_names(runs)
+    # The card and the commit of each run; a run without them, or with changes, is like no other.
+    sources = [(run["gpu"], run["git_commit"]) if not run["git_dirty"] else (None, None) for run in runs]
+    benches = [_bench(store, run, reported, names[run["run_id"]]) for run in runs]
+    return [
+        replace(one, alike=[b for s, b in zip(sources, benches, strict=True) if b is not one and s == own and all(s)])
+        for own, one in zip(sources, benches, strict=True)
+    ]
 
 
 def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: str) -> Bench:
     states: dict[tuple[Place, str], str] = {}
     routes: dict[tuple[Place, str], str] = {}
-    points = queries.points(store, run["run_id"]).dropna(subset=_PLACE).to_dict("records")
+    points = queries.points(store, run["run_id"]).dropna(subset=_NEEDED).to_dict("records")
     several = [axis for axis in ("env", "python") if len({text(row[axis]) for row in points}) > 1]
+
+    def contender(row: Mapping[Any, Any]) -> str:
+        """The implementation, with those of its environment and interpreter of which the run has several."""
+        return row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
+
     for row in points:
-        at = _place(row), _contender(row, several)
+        at = _place(row), contender(row)
         states.setdefault(at, row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
             routes[at] = row["route"].get("dense", "")
-    measured = queries.measurements(store, run_ids=[run["run_id"]]).dropna(subset=_PLACE)
-    values = {
-        (_place(row), _contender(row, several), row["metric"]): row["value"] for row in measured.to_dict("records")
-    }
+    measured = queries.measurements(store, run_ids=[run["run_id"]]).dropna(subset=_NEEDED)
+    values = {(_place(row), contender(row), row["metric"]): row["value"] for row in measured.to_dict("records")}
     shares = {
-        (_place({**one.series, "seq_len": one.seq_len, "batch": one.batch}), _contender(one.series, several)): one
+        (_place({**one.series, "seq_len": one.seq_len, "batch": one.batch}), contender(one.series)): one
         for one in branch_shares(measured)
     }
-    return Bench(name, states, values, routes, shares, _best_peers(reported, str(run["gpu"] or "")))
-
-
-def _best_peers(reported: pd.DataFrame, gpu: str) -> dict[tuple[Place, str], Figure]:
-    """Smallest reported value by place and metric, of NSA implementations on the card `gpu`.
-
-    Reports may shorten a card's name: H200 matches NVIDIA H200.
-    """
-    best: dict[tuple[Place, str], Figure] = {}
-    known = reported.dropna(subset=[*_PLACE, "dtype", "gpu"])
-    for row in known.to_dict("records"):
-        if is_dense(row["implementation"]) or row["workload"] != "attention" or row["gpu"] not in gpu:
+    # Reports may shorten a card's name: H200 is NVIDIA H200.
+    peers: dict[tuple[Place, str], Figure] = {}
+    for row in reported.dropna(subset=[*_NEEDED, "dtype", "gpu"]).to_dict("records"):
+        if is_dense(row["implementation"]) or row["workload"] != "attention" or row["gpu"] not in str(run["gpu"] or ""):
             continue
         at = _place(row), row["metric"]
-        if at not in best or row["value"] < best[at].value:
-            best[at] = Figure(row["value"], row["implementation"])
-    return best
-
-
-def _contender(row: Mapping[Any, Any], several: Sequence[str]) -> str:
-    """The implementation, with those of its environment and interpreter of which the run has several."""
-    return row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
+        if at not in peers or row["value"] < peers[at].value:
+            peers[at] = Figure(row["value"], row["implementation"])
+    return Bench(name, states, values, routes, shares, peers)
 
 
 def _place(row: Mapping[Any, Any]) -> Place:
-    layout = Layout(int(row["query_heads"]), int(row["kv_heads"]), int(row["head_dim"]), row["dtype"])
-    return Place(layout, int(row["seq_len"]), int(row["batch"]), row["pass"])
+    heads = int(row["query_heads"]), int(row["kv_heads"]), int(row["head_dim"])
+    return Place(*heads, row["dtype"], int(row["seq_len"]), int(row["batch"]), row["pass"])
+
+
+def tables(benches: Sequence[Bench]) -> Iterable[Table]:
+    """Tables of each run: the operator, its growth, the share of each branch, its stages."""
+    explained = _BRANCHES  # said once
+    for bench in benches:
+        of = f", {bench.name}" if len(benches) > 1 else ""
+        if rows := bench.rows():  # a run of dense attention only has no rows; it appears in the rows of other runs
+            yield Table.of(f"Operator{of}", _OPERATOR, [_operator(bench, *row) for row in rows])
+        pass_ = bench.fullest
+        series = dict.fromkeys((at.layout, at.heads, name) for at, name in bench.states if at.pass_ == pass_)
+        grown = [row for one in series for metric in (TIME, MEMORY) if (row := _growth(bench, *one, metric))]
+        yield Table.of(f"Growth{of}", f"Of {pass_}. {GROWTH}", grown)
+        for table in _branches(bench, of):
+            yield replace(table, note=table.note + explained)
+            explained = ""
+        yield from _stages(bench, of)
+
+
+def _operator(bench: Bench, place: Place, implementation: str) -> dict[str, str]:
+    forward, both = places = [place._replace(pass_=pass_) for pass_ in (FORWARD, BOTH)]
+    times = [bench.value(at, implementation, TIME) for at in places]
+    states = [str(bench.states.get((at, implementation), PointState.OK)) for at in places]
+    shown = [
+        state if time is None and state != PointState.OK else _number(time)
+        for time, state in zip(times, states, strict=True)
+    ]
+    dense = [bench.dense(forward), bench.dense(both)]
+    peers = [bench.peers.get((at, TIME)) for at in places]
+    memory, peer_memory = bench.value(both, implementation, MEMORY), bench.peers.get((both, MEMORY))
+    return {
+        "heads": place.heads,
+        "S": f"{place.seq_len:,}",
+        "batch": f"{place.batch}",
+        "NSA": implementation,
+        "forward ms": shown[0],
+        "fwd+bwd ms": shown[1],
+        "extra MiB": _number(memory),
+        "× dense": _ratios(dense, times),
+        "× peer": _ratios(peers, times),
+        "MiB × peer": _ratios([peer_memory], [memory]),
+        "dense ms": _owned(dense),
+        "best peer ms": _owned(peers),
+        "peer MiB": _number(peer_memory and peer_memory.value),
+    }
+
+
+def _growth(bench: Bench, layout: tuple[Any, ...], heads: str, name: str, metric: str) -> dict[str, str] | None:
+    """Table row of one series' fit; None if it has too few lengths, or a value that has no logarithm."""
+    found = {
+        place.seq_len: value / place.batch
+        for (place, owner, what), value in bench.values.items()
+        if (place.layout, place.pass_, owner, what) == (layout, bench.fullest, name, metric)
+    }
+    points = list(found), list(found.values())
+    law = fit_growth(*points) if all(value > 0 for value in points[1]) else None
+    if law is None:
+        return None
+    return {"heads": heads, "implementation": name, "metric": metric, **law_cells(law, local_slopes(*points))}
+
+
+def law_cells(law: Growth, local: Sequence[LocalSlope]) -> dict[str, str]:
+    """A fitted growth as cells of a table."""
+    return {
+        "growth": str(law),
+        "S": f"{law.lengths[0]:,} to {law.lengths[-1]:,}",
+        "n": f"{law.n}",
+        "overhead": f"{law.overhead:.3g}" if law.overhead else "",
+        "residual": f"{law.residual:.1%}",
+        "local exponents": ", ".join(map(str, local)),
+    }
+
+
+def _branches(bench: Bench, of: str) -> Iterable[Table]:
+    """One table of shares per layout, implementation and pass."""
+    for taken in take_overs(list(bench.shares.values())):
+        series = [(at, one) for at, one in bench.shares.items() if one.series == taken.series]
+        series.sort(key=lambda each: each[0][0].seq_len)
+        branches = [branch for branch in Branch if any(branch in one.milliseconds for _, one in series)]
+        rows = []
+        for (place, _), one in series:
+            cells = {"S": f"{place.seq_len:,}"}
+            for branch in branches:
+                title = "compressed and window" if branch is Branch.SHARED else branch.value
+                time, share = one.milliseconds.get(branch), f"{100 * one.share(branch):.0f} %"
+                cells[title] = UNMEASURED if time is None else f"{readable(time)} ({share})"
+            dense, compressed = bench.dense(place), one.milliseconds.get(Branch.COMPRESSED)
+            part = None if dense is None or compressed is None else compressed / dense.value
+            rows.append(cells | {"all kernels": readable(one.total), "compressed / dense": _number(part)})
+        unknown = sorted({stage for _, one in series for stage in one.unknown})
+        more = f" Stages of unknown names, which count as other: {', '.join(unknown)}." if unknown else ""
+        first, name = series[0][0]
+        yield Table.of(f"Share of each branch of {first.heads}, {name} {first.pass_}{of}", taken.sentence + more, rows)
+
+
+def _stages(bench: Bench, of: str) -> Iterable[Table]:
+    """One table per layout, implementation and pass: a row a stage, the slowest at the longest length first."""
+    staged: dict[tuple[Place, str], dict[str, float]] = defaultdict(dict)
+    for (place, name, metric), value in bench.values.items():
+        if metric.startswith(STAGE):
+            staged[place, name][metric.removeprefix(STAGE)] = value
+    groups: dict[Any, list[Place]] = defaultdict(list)
+    for place, name in bench.states:
+        if (place, name) in staged:
+            groups[place.layout, place.pass_, name].append(place)
+    for (_, pass_, name), places in groups.items():
+        places.sort(key=lambda place: place.seq_len)
+        spent = [staged[place, name] for place in places]
+        names = sorted({stage for times in spent for stage in times}, key=lambda stage: -spent[-1].get(stage, 0.0))
+        calls = [bench.value(place, name, TIME) for place in places]
+        sums = [sum(times.values()) for times in spent]
+        gaps = [None if call is None else call - busy for call, busy in zip(calls, sums, strict=True)]
+        lines = [(stage, [times.get(stage) for times in spent]) for stage in names]
+        lines += [("all kernels", sums), ("gaps", gaps), ("call", calls)]
+        rows = [[title, *map(_number, values)] for title, values in lines]
+        columns = ["stage", *(f"{place.seq_len:,}" for place in places)]
+        yield Table(f"Stages of {places[0].heads}, {name} {pass_}{of}", _STAGES, columns, rows)
+
+
+def _number(value: float | None) -> str:
+    return UNMEASURED if value is None else readable(value)
+
+
+def _ratios(theirs: Sequence[Figure | None], ours: Sequence[float | None]) -> str:
+    ratios = [one.value / value if one and value else None for one, value in zip(theirs, ours, strict=True)]
+    return UNMEASURED if not any(ratios) else " / ".join(map(_number, ratios))
+
+
+def _owned(figures: Sequence[Figure | None]) -> str:
+    """The values with their owners in brackets."""
+    owners = dict.fromkeys(figure.owner for figure in figures if figure is not None)
+    values = " / ".join(_number(figure and figure.value) for figure in figures)
+    return f"{values} ({', '.join(owners)})" if owners else UNMEASURED

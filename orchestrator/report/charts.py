@@ -23,6 +23,7 @@ Legend = list[tuple[str, Look]]
 
 _LONG = 40  # characters of a name that in one line would leave no room for the exponents beside it
 _GUIDES = pd.DataFrame({"exponent": [1.0, 2.0], "text": ["linear", "S²"]})  # for reference, in both charts
+_MARK: Any = {"filled": True, "opacity": 1}
 _TWO_LINES = (
     "indexof(datum.label, ' · ') < 0 ? datum.label : [slice(datum.label, 0, indexof(datum.label, ' · ')),"
     " slice(datum.label, indexof(datum.label, ' · ') + 3)]"
@@ -53,15 +54,15 @@ def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
     tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
+    interval, point = (
+        alt.Chart(frame).mark_rule(strokeWidth=3, clip=True),
+        alt.Chart(frame).mark_point(size=90, **_MARK),
+    )
     layers = [
         alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
         alt.Chart(_GUIDES).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
-        alt.Chart(frame)
-        .mark_rule(strokeWidth=3, clip=True)
-        .encode(x=at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
-        alt.Chart(frame)
-        .mark_point(filled=True, size=90, opacity=1)
-        .encode(x=x, y=y, color=color, shape=shape, tooltip=["series:N", *tooltip]),
+        interval.encode(x=at(x, "ci_low:Q"), x2="ci_high:Q", y=y, color=color),
+        point.encode(x=x, y=y, color=color, shape=shape, tooltip=["series:N", *tooltip]),
     ]
     room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
     return layered(layers).properties(height=alt.Step(30 + 3 * len(two)), padding=room)
@@ -102,7 +103,7 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerCh
         for name, dash in zip(names.values(), dashes, strict=True)
     ]
     tooltip = ["series:N", "range:N", *(alt.Tooltip(f"{name}:Q", format=".2f") for name in ("exponent", "low", "high"))]
-    marks = alt.Chart(frame).mark_point(filled=True, size=60, opacity=1, clip=True)
+    marks = alt.Chart(frame).mark_point(**_MARK, size=60, clip=True)
     layers = [
         alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(y=y),
         alt.Chart(_GUIDES).mark_text(color=GREY, align="left", dx=4, dy=-7).encode(x=alt.value(0), y=y, text="text:N"),
@@ -132,52 +133,30 @@ def branch_chart(frame: pd.DataFrame) -> tuple[alt.Chart, Legend]:
     present = set(frame["branch"])
     order = [branch.value for branch in Branch if branch.value in present]
     legend = [(branch, Look(_BRANCHES[Branch(branch)], "square")) for branch in order]
-    shown = frame.assign(
-        length=[length_label(length) for length in frame["seq_len"]],
-        place=[order.index(branch) for branch in frame["branch"]],
-    )[["branch", "milliseconds", "share", "length", "place"]]
+    length, place = frame["seq_len"].map(length_label), frame["branch"].map(order.index)
+    shown = frame[["branch", "milliseconds", "share"]].assign(length=length, place=place)
+    lengths = [length_label(length) for length in sorted(set(frame["seq_len"]))]
+    x = alt.X("length:N", title="sequence length S [tokens]", sort=lengths, axis=alt.Axis(labelAngle=0))
+    axis = alt.Axis(format="%", tickCount=5, gridOpacity=0.35)
+    y = alt.Y("share:Q", title="share of the time", axis=axis, scale=alt.Scale(domain=[0, 1]))
     colors = alt.Scale(domain=order, range=[look.color for _, look in legend])
-    share = alt.Axis(format="%", tickCount=5, gridOpacity=0.35)
-    chart = (
-        alt.Chart(shown)
-        .mark_bar(stroke="transparent", strokeWidth=1)
-        .encode(
-            x=alt.X(
-                "length:N",
-                title="sequence length S [tokens]",
-                sort=[length_label(length) for length in sorted(set(frame["seq_len"]))],
-                axis=alt.Axis(labelAngle=0),
-            ),
-            y=alt.Y("share:Q", title="share of the time", axis=share, scale=alt.Scale(domain=[0, 1])),
-            color=alt.Color("branch:N", scale=colors, legend=None),
-            order="place:Q",
-            tooltip=[
-                alt.Tooltip("branch:N"),
-                alt.Tooltip("length:N", title="S"),
-                alt.Tooltip("share:Q", format=".1%"),
-                alt.Tooltip("milliseconds:Q", title="ms", format=",.4~g"),
-            ],
-        )
-        .properties(height=320)
-    )
-    return chart, legend
+    color = alt.Color("branch:N", scale=colors, legend=None)
+    share, time = alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("milliseconds:Q", title="ms", format=",.4~g")
+    tooltip = ["branch:N", alt.Tooltip("length:N", title="S"), share, time]
+    bars = alt.Chart(shown).mark_bar(stroke="transparent", strokeWidth=1)
+    return bars.encode(x=x, y=y, color=color, order="place:Q", tooltip=tooltip).properties(height=320), legend
 
 
 def samples_chart(samples: Sequence[float], unit: str) -> alt.Chart:
     """All samples in order, to show drift, outliers and warm-up."""
     title = written_unit(unit)
     frame = pd.DataFrame({"sample": range(1, len(samples) + 1), "value": list(samples)})
-    order = alt.Axis(tickMinStep=1, format="d", grid=False)
-    return (
-        alt.Chart(frame)
-        .mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
-        .encode(
-            x=alt.X("sample:Q", title="sample", scale=alt.Scale(zero=False, nice=False), axis=order),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4)),
-            tooltip=["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=title)],
-        )
-        .properties(height=170)
-    )
+    axis = alt.Axis(tickMinStep=1, format="d", grid=False)
+    x = alt.X("sample:Q", title="sample", scale=alt.Scale(zero=False, nice=False), axis=axis)
+    y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=True), axis=alt.Axis(tickCount=4))
+    tooltip = ["sample:Q", alt.Tooltip("value:Q", format=",.4~g", title=title)]
+    line = alt.Chart(frame).mark_line(point=alt.OverlayMarkDef(size=28, filled=True), color=BLUE, strokeWidth=1)
+    return line.encode(x=x, y=y, tooltip=tooltip).properties(height=170)
 
 
 def length_label(length: float) -> str:

@@ -10,7 +10,7 @@ so the floor is how far runs of one commit and spec have been apart.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -19,21 +19,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.schema.axes import AXES, MORE, more_columns
+from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import shortened
 from jobs.schema.quantities import Better, Quantity, readable
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.judge.analysis import surroundings
-from orchestrator.report.content import flat
-from orchestrator.report.series import shape, text
-from orchestrator.report.table import Table
+from orchestrator.report.series import full_shape, text
+from orchestrator.report.table import Table, flat
 from orchestrator.store import Store, queries
 
 FALSE_DISCOVERIES = 0.01
 _FEWEST = 6  # samples of a side: fewer prove no difference over several cells
-_MOST = 200  # samples of a side whose quotients are all taken
-_Z = 1.96
+_MOST = 200  # samples of a side whose quotients are all taken; of more, as many quantiles
 _VALUE = 60  # characters of a value that differs
 _OF_A_RUN = ("host", "spec.name", "variables.NSA_", "gpu.uuid", "gpu.sm_clock_mhz")
 
@@ -52,7 +49,7 @@ class Change(StrEnum):
 
 @dataclass(frozen=True)
 class Side:
-    """One column of a comparison: a run, or the runs of a commit, the newest of each cell."""
+    """A run, or the runs of a commit, of which the newest with each cell counts."""
 
     name: str
     run_ids: tuple[str, ...]
@@ -77,21 +74,21 @@ class Compared:
     """A cell of two sides.
 
     Attributes:
+        threshold: a ratio beyond 1 ± this is a difference.
         ratio, low, high: the other side's value divided by the first one's, and its 95 % interval (with fewer than 6
             samples of a side the range of all quotients); NaN where they are not compared.
         p: of the Mann-Whitney test; 1 with too few samples.
-        threshold: a ratio beyond 1 ± this is a difference.
         note: what is unlike between the sides.
     """
 
     cell: Cell
     first: Measured
     other: Measured
-    ratio: float
-    low: float
-    high: float
-    p: float
     threshold: float
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = 1.0
     note: str = ""
     change: Change = Change.AMBIGUOUS
 
@@ -145,20 +142,22 @@ def paired(cell: Cell, first: Measured, other: Measured, threshold: float) -> Co
     """A cell of two sides, its change not yet judged."""
     if first.gpu != other.gpu:
         note = f"not divided: {first.gpu or 'CPU'} and {other.gpu or 'CPU'}"
-        return Compared(cell, first, other, math.nan, math.nan, math.nan, 1.0, threshold, note)
+        return Compared(cell, first, other, threshold, note=note)
     from scipy.stats import mannwhitneyu  # takes long to import
 
-    below, above = np.log(_some(first.samples)), np.log(_some(other.samples))
+    below, above = (
+        np.log(side.samples if side.samples.size <= _MOST else np.quantile(side.samples, np.linspace(0, 1, _MOST)))
+        for side in (first, other)
+    )
     shifts = np.sort(np.subtract.outer(above, below), axis=None)
     number, total = below.size * above.size, below.size + above.size
-    if min(below.size, above.size) < _FEWEST:
-        outside, p = 0, 1.0
-    else:
-        outside = max(0, math.floor(number / 2 - _Z * math.sqrt(number * (total + 1) / 12)))
+    outside, p = 0, 1.0
+    if min(below.size, above.size) >= _FEWEST:
+        outside = max(0, math.floor(number / 2 - 1.96 * math.sqrt(number * (total + 1) / 12)))
         p = float(mannwhitneyu(below, above).pvalue)
     low, ratio, high = (float(np.exp(each)) for each in (shifts[outside], np.median(shifts), shifts[-1 - outside]))
     note = "" if first.route == other.route else f"another route: {first.route or 'none'}, then {other.route or 'none'}"
-    return Compared(cell, first, other, ratio, low, high, p, threshold, note)
+    return Compared(cell, first, other, threshold, ratio, low, high, p, note)
 
 
 def judged(cells: Sequence[Compared], better: Better) -> tuple[Compared, ...]:
@@ -168,45 +167,36 @@ def judged(cells: Sequence[Compared], better: Better) -> tuple[Compared, ...]:
     from scipy.stats import false_discovery_control
 
     found = false_discovery_control([cell.p for cell in cells]) <= FALSE_DISCOVERIES
-    changed = [replace(cell, change=_change(cell, bool(sure), better)) for cell, sure in zip(cells, found, strict=True)]
+    changed = []
+    for cell, sure in zip(cells, found, strict=True):
+        exact = cell.first.samples.size == cell.other.samples.size == 1 and cell.first.median == cell.other.median
+        if exact or (cell.low > 1 - cell.threshold and cell.high < 1 + cell.threshold):
+            change = Change.SAME
+        elif not sure:
+            change = Change.AMBIGUOUS
+        elif abs(cell.ratio - 1) <= cell.threshold:
+            change = Change.SAME
+        else:
+            change = Change.BETTER if (cell.ratio < 1) == (better is Better.LOWER) else Change.WORSE
+        changed.append(replace(cell, change=change))
     order = list(Change)
     return tuple(sorted(changed, key=lambda cell: (order.index(cell.change), -abs(np.nan_to_num(np.log(cell.ratio))))))
-
-
-def _change(cell: Compared, sure: bool, better: Better) -> Change:
-    exact = cell.first.samples.size == cell.other.samples.size == 1 and cell.first.median == cell.other.median
-    if exact or (cell.low > 1 - cell.threshold and cell.high < 1 + cell.threshold):
-        return Change.SAME
-    if not sure or abs(cell.ratio - 1) <= cell.threshold:
-        return Change.SAME if sure else Change.AMBIGUOUS
-    return Change.BETTER if (cell.ratio < 1) == (better is Better.LOWER) else Change.WORSE
-
-
-def _some(samples: Samples) -> Samples:
-    """At most 200 quantiles of samples."""
-    return samples if samples.size <= _MOST else np.quantile(samples, np.linspace(0, 1, _MOST))
 
 
 def _measured(store: Store, side: Side, metric: str) -> dict[Cell, Measured]:
     """Cells of a side as it measured them; of several runs the newest counts."""
     cells: dict[Cell, Measured] = {}
     for run_id in sorted(side.run_ids):
-        cells |= _cells(store, run_id, metric)
+        values = queries.samples(store, run_id, metric)
+        for row in queries.points(store, run_id).to_dict("records"):
+            samples = np.array(values.get(row["point_id"], [0.0]), dtype=float)
+            if (samples > 0).all():
+                route = ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
+                cells[_cell(row)] = Measured(row["point_id"], samples, row["gpu"], route)
     if not cells:
         raise UserError(
             f"--metric: {metric!r}: {side.name} has no positive value of it; `nsa show RUN --point N` lists them"
         )
-    return cells
-
-
-def _cells(store: Store, run_id: str, metric: str) -> dict[Cell, Measured]:
-    values = {point: np.array(some, dtype=float) for point, some in queries.samples(store, run_id, metric).items()}
-    cells = {}
-    for row in queries.points(store, run_id).to_dict("records"):
-        samples = values.get(row["point_id"])
-        if samples is not None and (samples > 0).all():
-            route = ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
-            cells[_cell(row)] = Measured(row["point_id"], samples, row["gpu"], route)
     return cells
 
 
@@ -217,21 +207,17 @@ def _cell(row: Mapping[Any, Any]) -> Cell:
 
 
 def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> dict[Cell, float]:
-    """The noise floor of each cell: how far apart medians of runs of one commit have been, as a share."""
+    """The noise floor of each cell: how far apart medians of runs of one commit and spec have been, as a share."""
     runs = queries.runs(store, origin=Origin.MEASURED)
     names = runs.loc[runs["run_id"].isin(first.run_ids), "name"]
     compared = [run_id for other in others for run_id in other.run_ids]  # of the same commit, perhaps
     alike = runs[runs["name"].isin(names) & (runs["git_dirty"] == 0) & ~runs["run_id"].isin(compared)]
-    commits = {
-        run_id: commit
-        for commit, group in alike.groupby(["spec_hash", "git_commit"])["run_id"]
-        if len(group) > 1
-        for run_id in group
-    }
+    repeats = alike.groupby(["spec_hash", "git_commit"]).filter(lambda group: len(group) > 1)
+    sources = dict(zip(repeats["run_id"], zip(repeats["spec_hash"], repeats["git_commit"], strict=True), strict=True))
     values: dict[tuple[Cell, Any, Any], list[float]] = defaultdict(list)
-    for row in queries.measurements(store, run_ids=list(commits)).to_dict("records"):
+    for row in queries.measurements(store, run_ids=list(sources)).to_dict("records"):
         if row["metric"] == metric and row["value"] > 0:
-            values[_cell(row), row["gpu"], commits[row["run_id"]]].append(row["value"])
+            values[_cell(row), row["gpu"], sources[row["run_id"]]].append(row["value"])
     floors: dict[Cell, float] = {}
     for (cell, *_), found in values.items():
         floors[cell] = max(floors.get(cell, 0.0), max(found) / min(found) - 1)
@@ -240,30 +226,25 @@ def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> di
 
 def _differences(store: Store, cells: Sequence[Compared]) -> dict[str, tuple[str, str]]:
     """Values that differ between the specs and the environments of the first cell's points, by name."""
-    if not cells:
-        return {}
-    one, two = (_surroundings(store, side.point_id) for side in (cells[0].first, cells[0].other))
-    names = [name for name in one | two if one.get(name) != two.get(name)]
-    return {name: (one.get(name, "-"), two.get(name, "-")) for name in names}
-
-
-def _surroundings(store: Store, point_id: str) -> dict[str, str]:
-    run, point = queries.run(store, point_id.rpartition("/")[0]), queries.point(store, point_id)
-    assert run is not None
-    assert point is not None
-    commit = f"{run['git_commit']}, with changes that are not committed" if run["git_dirty"] else run["git_commit"]
-    values = {"commit": commit, **flat(run["spec"] or {}, "spec."), **flat(point["environment"])}
-    return {name: shortened(str(value), _VALUE) for name, value in values.items() if not name.startswith(_OF_A_RUN)}
+    sides = []
+    for side in (cells[0].first, cells[0].other) if cells else ():
+        run, point = queries.run(store, side.point_id.rpartition("/")[0]), queries.point(store, side.point_id)
+        assert run is not None
+        assert point is not None
+        commit = f"{run['git_commit']}, with changes that are not committed" if run["git_dirty"] else run["git_commit"]
+        values = {"commit": commit, **flat(run["spec"] or {}, "spec."), **flat(point["environment"])}
+        sides.append({k: shortened(str(v), _VALUE) for k, v in values.items() if not k.startswith(_OF_A_RUN)})
+    names = [name for name in sides[0] | sides[1] if sides[0].get(name) != sides[1].get(name)] if sides else []
+    return {name: (sides[0].get(name, "-"), sides[1].get(name, "-")) for name in names}
 
 
 def coordinates(cell: Cell) -> dict[str, str]:
     """Where a cell is, by the headings of a table."""
     values = dict(cell)
-    own = [f"{name.removeprefix(MORE)} {values[name]}" for name in more_columns(values)]
     return {
         "implementation": values.get("implementation", ""),
         "pass": values.get("pass", ""),
-        "shape": ", ".join(filter(None, [shape(values), *own, *surroundings(values)])),
+        "shape": full_shape(values),
         "S": values.get("seq_len", ""),
         "batch": values.get("batch", ""),
         "dtype": values.get("dtype", ""),
@@ -277,36 +258,30 @@ def word(change: Change, quantity: Quantity) -> str:
     return change.value
 
 
-def cells_table(comparison: Comparison) -> Table:
-    """The cells, with the result in a line as its note."""
-    quantity, rows = comparison.quantity, []
+def tables(comparison: Comparison) -> tuple[Table, Table]:
+    """The cells, with the result in a line as its note; and what else differs between the sides."""
+    first, other, quantity = comparison.first.name, comparison.other.name, comparison.quantity
+    rows = []
     for each in comparison.cells:
         medians = [readable(side.median, quantity.unit) for side in (each.first, each.other)]
         ratio = "" if math.isnan(each.ratio) else f"{each.ratio:.3f} ({each.low:.3f} – {each.high:.3f})"
         result = word(each.change, quantity) + (f"; {each.note}" if each.note else "")
         rows.append([*coordinates(each.cell).values(), *medians, ratio, result])
     columns = [*coordinates(()), "before", "after", "ratio", "result"]
-    title = f"{quantity.title}: {comparison.other.name} after {comparison.first.name}"
-    return Table(title, summary(comparison), columns, rows)
-
-
-def differences_table(comparison: Comparison) -> Table:
-    """What else differs between the sides."""
-    rows = [[name, *values] for name, values in comparison.differences.items()]
-    return Table("What else differs", "", ["", comparison.first.name, comparison.other.name], rows)
+    cells = Table(f"{quantity.title}: {other} after {first}", summary(comparison), columns, rows)
+    differences = [[name, *values] for name, values in comparison.differences.items()]
+    return cells, Table("What else differs", "", ["", first, other], differences)
 
 
 def summary(comparison: Comparison) -> str:
     """The result in a line: "12 cells: 2 slower, 1 faster, 9 same; mean ratios: dense 0.999, triton 1.011"."""
-    cells, parts = comparison.cells, []
-    for change in Change:
-        if number := sum(cell.change is change for cell in cells):
-            parts.append(f"{number} {word(change, comparison.quantity)}")
+    counted = Counter(cell.change for cell in comparison.cells)
+    parts = [f"{counted[change]} {word(change, comparison.quantity)}" for change in Change if counted[change]]
     logs: dict[str, list[float]] = defaultdict(list)
-    for each in cells:
+    for each in comparison.cells:
         if not math.isnan(each.ratio):
             logs[dict(each.cell).get("implementation", "")].append(math.log(each.ratio))
     means = [f"{name} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
     lacking = [f"{name} lacks {number} cells" for name, number in comparison.missing.items() if number]
-    counts = f"{len(cells)} cells: {', '.join(parts) or 'none in common'}"
+    counts = f"{len(comparison.cells)} cells: {', '.join(parts) or 'none in common'}"
     return "; ".join([counts, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
@@ -42,11 +43,11 @@ class Evidence:
 
     def __init__(self, store: Store, run_ids: Sequence[str], load: LoadSpec) -> None:
         self.store = store
-        self.load = load
+        self.load = cache(load)
         self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
         self.points = cache(lambda run_id: queries.states(store, run_ids=[run_id]).to_dict("records"))
         self.fits = cache(lambda run_id: scaling_fits(queries.scaling(store, run_ids=[run_id])))
-        self._values = cache(self._read_values)
+        self._measured = cache(lambda run_id: queries.measurements(store, run_ids=[run_id]).set_index("point_id"))
 
     def spec(self, file: str, *settings: str, without: Sequence[str] = ()) -> Spec:
         """A ready spec with settings; its runs are those submitted with them, and not with one of `without`."""
@@ -54,15 +55,9 @@ class Evidence:
 
     def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
         """A point's metrics: value and unit by name."""
-        return self._values(row["run_id"]).get(row["point_id"], {})
-
-    def _read_values(self, run_id: str) -> dict[str, dict[str, tuple[float, str]]]:
-        """A run's metrics by point and name."""
-        frame = queries.measurements(self.store, run_ids=[run_id])
-        return {
-            str(point_id): dict(zip(rows["metric"], zip(rows["value"], rows["unit"], strict=True), strict=True))
-            for point_id, rows in frame.groupby("point_id")
-        }
+        rows = self._measured(row["run_id"])
+        rows = rows.loc[rows.index == row["point_id"], ["metric", "value", "unit"]]
+        return {str(metric): (value, unit) for metric, value, unit in rows.itertuples(index=False)}
 
 
 class Spec:
@@ -73,34 +68,33 @@ class Spec:
         self.file = file
         self.settings = settings
         self._without = without
+        self.title = " ".join([file, *settings])
+        self.not_measured = Markup("not measured: `{}`").format(self.title)
 
-    def _loaded(self, settings: Sequence[str]) -> Any:
-        return self._evidence.load(self.file, tuple(settings))
+    def _loaded(self, *settings: str) -> dict[str, Any]:
+        """The spec with its own and further settings, whole."""
+        spec = self._evidence.load(self.file, (*self.settings, *settings))
+        return self._whole(spec.model_dump(mode="json"))
 
-    @property
-    def title(self) -> str:
-        return " ".join([self.file, *self.settings])
-
-    @property
-    def not_measured(self) -> Markup:
-        return Markup("not measured: `{}`").format(self.title)
+    def _whole(self, stored: Row) -> dict[str, Any]:
+        """A stored spec with the settings that it leaves out, which had their defaults."""
+        fields = type(self._evidence.load(self.file, ())).model_fields
+        optional = {name: field for name, field in fields.items() if not field.is_required()}
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
+        return to_jsonable_python(defaults) | dict(stored)
 
     @cached_property
     def runs(self) -> list[Row]:
         """The runs of the spec with its settings, newest first."""
-        kind = type(self._loaded(()))
-        own = _complete(self._loaded(self.settings).model_dump(mode="json"), kind)
+        own = self._loaded()
         wanted = {name: _setting(own, name) for name in (each.partition("=")[0] for each in self.settings)}
         refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in self._without)]
-        found = []
-        for run in self._evidence.runs:
-            if run["name"] == own["name"]:
-                ran = _complete(run["spec"], kind)
-                if all(_setting(ran, name) == value for name, value in wanted.items()) and not any(
-                    _setting(ran, name) == value for name, value in refused
-                ):
-                    found.append(run)
-        return found
+
+        def fits(ran: Row) -> bool:
+            asked = all(_setting(ran, name) == value for name, value in wanted.items())
+            return asked and not any(_setting(ran, name) == value for name, value in refused)
+
+        return [run for run in self._evidence.runs if run["name"] == own["name"] and fits(self._whole(run["spec"]))]
 
     @property
     def newest(self) -> Row | None:
@@ -128,7 +122,7 @@ class Spec:
     def value(self, metric: str, **axes: object) -> float | None:
         """A metric of the first point with these axes; None if it is not ok or has none."""
         found = self.points(**axes)
-        return self._evidence.values(found[0]).get(metric, (None, ""))[0] if found else None
+        return self._evidence.values(found[0]).get(metric, (None,))[0] if found else None
 
     def cell(self, *metrics: str, **axes: object) -> str:
         """A point's metrics with units, its state if it failed, or the spec that would measure it."""
@@ -185,7 +179,7 @@ class Spec:
     def beside(self, meaning: str = "times are of a shared card, memory is each one's own", own: int = 1) -> str:
         """A sentence on other processes that used the card; "" if none did. `own`: processes of a point itself."""
         points = self.points(env=ANY, python=ANY)
-        counts = [self._evidence.values(row).get("gpu_processes", (1, ""))[0] for row in points]
+        counts = [self._evidence.values(row).get("gpu_processes", (1,))[0] for row in points]
         shared = [count for count in counts if count > own]
         if not shared:
             return ""
@@ -214,26 +208,21 @@ class Spec:
     @property
     def command(self) -> str:
         """The command that submits what the newest run ran; without one, the spec with its settings."""
-        differing = self._differing(self.newest["spec"]) if self.newest else []
-        sets = [f"--set {shlex.quote(each)}" for each in (*self.settings, *differing)]
-        return " ".join(["nsa submit", f"jobs/configs/{self.file}", *sets])
+        settings = list(self.settings)
+        if self.newest:
+            settings += self._differing(self._whole(self.newest["spec"]))
+        return " ".join(
+            ["nsa submit", f"jobs/configs/{self.file}", *(f"--set {shlex.quote(each)}" for each in settings)]
+        )
 
     def _differing(self, ran: Row) -> list[str]:
         """The settings in which a run differs from this spec, without those that follow from the others."""
-        kind = type(self._loaded(self.settings))
-        target = _complete(ran, kind)
-
-        def changed(settings: Sequence[str]) -> list[str]:
-            return changes(_complete(self._loaded((*self.settings, *settings)).model_dump(mode="json"), kind), target)
-
-        settings = changed([])
+        settings = changes(self._loaded(), ran)
         for each in reversed(settings):
             others = [other for other in settings if other != each]
-            try:
-                if not changed(others):
+            with suppress(ValueError):  # a SpecError: without it the others do not go together
+                if not changes(self._loaded(*others), ran):
                     settings = others
-            except ValueError:  # a SpecError: without it the others do not go together
-                continue
         return settings
 
 
@@ -247,7 +236,7 @@ def changes(ready: Row, ran: Row) -> list[str]:
         if isinstance(value, Mapping) and isinstance(usual, Mapping):
             found += [f"{name}.{each}" for each in changes(usual, value)]
         else:
-            text = yaml.safe_dump(_whole(value), default_flow_style=True, sort_keys=False, width=2**20)
+            text = yaml.safe_dump(_shortest(value), default_flow_style=True, sort_keys=False, width=2**20)
             found.append(name + "=" + text.removesuffix("...\n").strip())
     return found
 
@@ -283,17 +272,10 @@ def _setting(spec: Row, name: str) -> Any:
     return node
 
 
-def _complete(stored: Row, kind: Any) -> dict[str, Any]:
-    """A stored spec with the settings that it leaves out, which had their defaults."""
-    optional = {name: field for name, field in kind.model_fields.items() if not field.is_required()}
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
-    return to_jsonable_python(defaults) | dict(stored)
-
-
-def _whole(value: Any) -> Any:
+def _shortest(value: Any) -> Any:
     """The value with whole numbers instead of floats that are whole."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_whole(each) for each in value]
-    return {name: _whole(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [_shortest(each) for each in value]
+    return {name: _shortest(each) for name, each in value.items()} if isinstance(value, dict) else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
@@ -17,9 +18,9 @@ from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Plot, Quantities, Quantity
 from orchestrator.report import series
 from orchestrator.report.charts import Legend, at, layered, length_axis, length_label
-from orchestrator.report.series import GREY
+from orchestrator.report.series import GREY, Row
 
-Row = dict[Any, Any]
+Frame = Any  # a DataFrame: pandas' stubs refuse much of what it takes
 
 _TITLE = 40  # characters of an axis title that fit in one line
 _PALE = 0.35  # opacity of points that a fit leaves out
@@ -48,38 +49,36 @@ def scaling_chart(
         height: height of the plot, in pixels.
         legend: whether the legend is in the chart itself, too.
     """
-    points, omitted = _most_complete(_points(rows, quantity))
-    lines = _lines(points, fits.to_dict("records"))
-    dashes = _name(points, lines)
-    ordered = sorted(points, key=_order)
-    entries = {point["series"]: series.look(point["implementation"]) for point in ordered}
-    x, y = length_axis([point["seq_len"] for point in points]), _value_axis(points, quantity)
+    every = _points(rows, quantity)
+    lengths = every.groupby("key")["seq_len"].nunique().sort_values(ascending=False, kind="stable")
+    points = every.loc[every["key"].isin(lengths.index[:_MOST_SERIES])].iloc[:_MOST_POINTS]
+    laws = {key: fit for fit in fits.to_dict("records") if (key := series.key(fit)) in set(points["key"])}
+    points = _named(points, laws)
+    order = ["origin", "implementation", "series"]
+    entries = {
+        row["series"]: series.look(row["implementation"]) for row in points.sort_values(order).to_dict("records")
+    }
+    x, y = length_axis(points["seq_len"].tolist()), _value_axis(points, quantity)
     color, shape = _looks(entries, shown=legend)
-    interval = alt.Chart(pd.DataFrame(points)).mark_rule(strokeWidth=2)
     pale = alt.Opacity("opacity:Q", scale=None, legend=None)
+    interval = alt.Chart(points).mark_rule(strokeWidth=2)
+    marks = [  # filled for measured points, hollow for reported ones
+        alt.Chart(own)
+        .mark_point(size=70, strokeWidth=2, filled=origin != "reported")
+        .encode(x=x, y=y, color=color, shape=shape, opacity=pale, tooltip=_tooltip(points, quantity))
+        for origin, own in points.groupby("origin")
+    ]
     layers = [
         *_guides(points, quantity, x, y),
-        *_fit_lines(points, lines, dashes, x, y, color),
+        *_fit_lines(points, laws, x, y, color),
         interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
-        *_marks(points, quantity, x=x, y=y, color=color, shape=shape, opacity=pale),
+        *marks,
     ]
     chart = layered(layers).properties(height=height)
-    if omitted:
-        chart = chart.properties(title=alt.Title(omitted, fontSize=12, fontWeight="normal"))
+    if len(points) < len(every):
+        drawn = f"{len(points):,} of {len(every):,} points, {points['key'].nunique():,} of {len(lengths):,} series"
+        chart = chart.properties(title=alt.Title(f"drawn: {drawn}", fontSize=12, fontWeight="normal"))
     return chart, list(entries.items())
-
-
-def _most_complete(points: list[Row]) -> tuple[list[Row], str]:
-    """The points of the series with the most lengths, as many as a chart holds, and a line about the others, or ""."""
-    lengths: dict[str, set[float]] = {}
-    for point in points:
-        lengths.setdefault(point["key"], set()).add(point["seq_len"])
-    shown = set(sorted(lengths, key=lambda key: -len(lengths[key]))[:_MOST_SERIES])
-    chosen = [point for point in points if point["key"] in shown][:_MOST_POINTS]
-    if len(chosen) == len(points):
-        return points, ""
-    drawn = len({point["key"] for point in chosen})
-    return chosen, f"drawn: {len(chosen):,} of {len(points):,} points, {drawn:,} of {len(lengths):,} series"
 
 
 def _looks(entries: dict[str, series.Look], *, shown: bool) -> tuple[alt.Color, alt.Shape]:
@@ -98,63 +97,47 @@ def drawable(rows: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
     return rows.loc[own & (rows["seq_len"] > 0) & rows["per_sequence"].between(_LEAST, _MOST)]
 
 
-def _points(rows: pd.DataFrame, quantity: Quantity) -> list[Row]:
+def _points(rows: pd.DataFrame, quantity: Quantity) -> Frame:
     """The rows to draw, plus `y`, `low`, `high` per sequence and their series' key."""
-    points = []
-    for row in drawable(rows, quantity).to_dict("records"):
-        share = row["per_sequence"] / row["value"]
-        bounds = (row["ci_low"], row["ci_high"])
-        ends = (bound * share if bound > 0 else row["per_sequence"] for bound in bounds)  # NaN: no interval
-        low, high = (min(max(end, _LEAST), _MOST) for end in ends)
-        shown = {"y": row["per_sequence"], "low": low, "high": high, "opacity": 1.0}
-        shown["length"] = length_label(row["seq_len"])
-        points.append(row | shown | {"key": series.key(row)})
-    return sorted(points, key=lambda point: (point["key"], point["seq_len"]))
+    shown: Frame = drawable(rows, quantity)
+    share = shown["per_sequence"] / shown["value"]
+    low, high = (  # without an interval, the value itself
+        (shown[bound] * share).where(shown[bound] > 0, shown["per_sequence"]).clip(_LEAST, _MOST)
+        for bound in ("ci_low", "ci_high")
+    )
+    length, key = shown["seq_len"].map(length_label), [series.key(row) for row in shown.to_dict("records")]
+    shown = shown.assign(y=shown["per_sequence"], low=low, high=high, length=length, key=key, opacity=1.0)
+    return shown.sort_values(["key", "seq_len"], kind="stable")
 
 
-def _lines(points: list[Row], fits: list[Row]) -> list[Row]:
-    """Points of each fitted curve of the points' series, over the lengths that it rests on; the others turn paler."""
-    by_key = {series.key(fit): fit for fit in fits}
-    lines = []
-    for key in dict.fromkeys(point["key"] for point in points):
-        if key not in by_key:
-            continue
-        fit = by_key[key]
-        first, last = fit["lengths"][0], fit["lengths"][-1]
-        law = f"{fit['law']}, {length_label(first)}–{length_label(last)}"
-        lines += [{"key": key, "law": law, "seq_len": length, "y": value} for length, value in fit["curve"]]
-        for point in points:
-            if point["key"] == key:
-                point["opacity"] = 1.0 if first <= point["seq_len"] <= last else _PALE
-    return lines
+def _named(points: Frame, laws: Mapping[str, Row]) -> Frame:
+    """The points with the name of their series in the legend: label, dashes if its look is not its own, law.
+
+    Those that their fit leaves out turn paler.
+    """
+    records = points.to_dict("records")
+    labels = series.labels(records, Quantities())
+    rows = {row["key"]: row for row in records}
+    ordered = sorted(rows, key=lambda key: (str(rows[key]["origin"]), str(rows[key]["implementation"]), labels[key]))
+    dashes = dict(zip(ordered, series.dashes([rows[key] for key in ordered]), strict=True))
+    shared = Counter(series.look(rows[key]["implementation"]) for key in ordered)
+    names = {}
+    for key in ordered:
+        alone = shared[series.look(rows[key]["implementation"])] == 1
+        names[key] = labels[key] + ("" if alone else f"  {series.DASHES[dashes[key]]}".rstrip())
+        if fit := laws.get(key):
+            first, last = fit["lengths"][0], fit["lengths"][-1]
+            names[key] += f"  ~ {fit['law']}, {length_label(first)}–{length_label(last)}"
+            outside = (points["key"] == key) & ~points["seq_len"].between(first, last)
+            points = points.assign(opacity=points["opacity"].mask(outside, _PALE))
+    return points.assign(series=points["key"].map(names), dash=points["key"].map(dashes))
 
 
-def _name(points: list[Row], lines: list[Row]) -> dict[str, tuple[int, ...]]:
-    """Set the legend name of points and lines: label, dashes if its look is not its own, law. Returns the dashes."""
-    names = series.labels(points, Quantities())
-    laws = {line["key"]: f"  ~ {line['law']}" for line in lines}
-    for point in points:
-        point["series"] = names[point["key"]]
-    ordered = {point["key"]: point for point in sorted(points, key=_order)}
-    dashes = dict(zip(ordered, series.dashes(list(ordered.values())), strict=True))
-    looks = {key: series.look(point["implementation"]) for key, point in ordered.items()}
-    shared = Counter(looks.values())
-    for row in (*points, *lines):
-        key = row["key"]
-        sign = f"  {series.DASHES[dashes[key]]}".rstrip() if shared[looks[key]] > 1 else ""
-        row["series"] = names[key] + sign + laws.get(key, "")
-    return dashes
-
-
-def _order(point: Row) -> tuple[str, str, str]:
-    return str(point["origin"]), str(point["implementation"]), point["series"]
-
-
-def _value_axis(points: list[Row], quantity: Quantity) -> alt.Y:
+def _value_axis(points: Frame, quantity: Quantity) -> alt.Y:
     anchor = _anchor(points, quantity)
-    low = min([anchor, *(min(point["low"], point["y"]) for point in points)]) / 1.5
-    high = max([anchor, *(max(point["high"], point["y"]) for point in points)]) * 1.5
-    batched = any(point["y"] != point["value"] for point in points)
+    low = float(min(anchor, points[["low", "y"]].min(axis=None))) / 1.5
+    high = float(max(anchor, points[["high", "y"]].max(axis=None))) * 1.5
+    batched = (points["y"] != points["value"]).any()
     title = f"{quantity.title} per sequence" if batched else quantity.title
     if quantity.unit == "MiB":
         title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)
@@ -189,17 +172,18 @@ def _decimal_ticks(low: float, high: float) -> list[float]:
     return [float(f"{tick:.3g}") for tick in ticks if low <= tick <= high]
 
 
-def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _guides(points: Frame, quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """Lines and labels of the quantity's guide slopes, starting beside the first point so that they cover no series."""
-    lengths, values = [point["seq_len"] for point in points], [point["y"] for point in points]
-    first, last = min(lengths), max(lengths)
+    first, last = points["seq_len"].min(), points["seq_len"].max()
     if first == last:
         return []
     anchor = _anchor(points, quantity)
-    low, high = min(anchor, *values) / 1.25, max(anchor, *values) * 1.25
+    low, high = min(anchor, points["y"].min()) / 1.25, max(anchor, points["y"].max()) * 1.25
     ends, labels = [], []
     for slope, text in _GUIDES[quantity.plot or Plot.GROWTH]:
-        stop = _within(anchor, slope, last / first, low, high)
+        stop = last / first  # the factor of the length up to which the line stays inside the plot
+        if slope:
+            stop = max(1.0, min(stop, ((high if slope > 0 else low) / anchor) ** (1 / slope)))
         ends += [{"guide": text, "seq_len": first * at, "y": anchor * at**slope} for at in (1.0, stop)]
         labels.append({"text": text, "seq_len": first * stop, "y": anchor * stop**slope})
     line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
@@ -207,61 +191,39 @@ def _guides(points: list[Row], quantity: Quantity, x: alt.X, y: alt.Y) -> list[a
     return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
 
 
-def _anchor(points: list[Row], quantity: Quantity) -> float:
+def _anchor(points: Frame, quantity: Quantity) -> float:
     """Start value of the guides at the shortest length: below the points if they grow, above if they fall."""
-    first = min(point["seq_len"] for point in points)
-    start = [point["y"] for point in points if point["seq_len"] == first]
+    start = points.loc[points["seq_len"] == points["seq_len"].min(), "y"]
     grows = _GUIDES[quantity.plot or Plot.GROWTH][-1][0] > 0
-    return min(start) / 1.6 if grows else max(start) * 1.4
+    return start.min() / 1.6 if grows else start.max() * 1.4
 
 
-def _within(anchor: float, slope: float, ratio: float, low: float, high: float) -> float:
-    """Factor of the length up to which a line of `slope` from `anchor` stays inside the plot."""
-    if slope == 0:
-        return ratio
-    edge = high if slope > 0 else low
-    return max(1.0, min(ratio, (edge / anchor) ** (1 / slope)))
-
-
-def _fit_lines(
-    points: list[Row], lines: list[Row], dashes: dict[str, tuple[int, ...]], x: alt.X, y: alt.Y, color: alt.Color
-) -> list[alt.Chart]:
+def _fit_lines(points: Frame, laws: Mapping[str, Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
     """Fitted curves, thin lines through the points of series without one, and paler ones through points left out."""
-    fitted = {line["key"]: line["seq_len"] for line in reversed(lines)}  # their first lengths
-    drawn: list[tuple[list[Row], dict[str, Any]]] = [
-        ([point for point in points if point["key"] not in fitted], {"strokeWidth": 1}),
-        (
-            [point for point in points if point["seq_len"] <= fitted.get(point["key"], 0)],
-            {"strokeWidth": 1, "opacity": _PALE},
-        ),
-        (lines, {"strokeWidth": 2.5}),
+    first = points["key"].map({key: fit["lengths"][0] for key, fit in laws.items()})
+    identity = points.drop_duplicates("key").set_index("key")[["series", "dash"]]
+    curves = [{"key": key, "seq_len": at, "y": value} for key, fit in laws.items() for at, value in fit["curve"]]
+    curve: Frame = pd.DataFrame(curves, columns=["key", "seq_len", "y"]).join(identity, on="key")
+    drawn = [
+        (points.loc[first.isna()], {"strokeWidth": 1}),
+        (points.loc[points["seq_len"] <= first], {"strokeWidth": 1, "opacity": _PALE}),
+        (curve.assign(law=curve["series"]), {"strokeWidth": 2.5}),
     ]
+    columns = ["key", "seq_len", "y", "series"]
     return [
-        alt.Chart(pd.DataFrame(own))
+        alt.Chart(own[[*columns, *(["law"] if "law" in own else [])]])
         .mark_line(**style, strokeDash=list(dash) if dash[1] else alt.Undefined)
         .encode(x=x, y=y, color=color, detail="key:N")
         for rows, style in drawn
-        for dash in sorted(set(dashes.values()))
-        if (own := [row for row in rows if dashes[row["key"]] == dash])
+        for dash, own in rows.groupby("dash")
     ]
 
 
-def _marks(points: list[Row], quantity: Quantity, **channels: Any) -> list[alt.Chart]:
-    """Point marks: filled for measured points, hollow for reported ones."""
-    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
+def _tooltip(points: Frame, quantity: Quantity) -> list[alt.Tooltip]:
     texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
     texts |= {name: name for name in ("dtype", "device", "gpu", "origin", "source")} | {"gpu": "GPU", "run_id": "run"}
     # Vega's tooltip draws the picture at the address in a field "image": an axis may be called so.
-    texts |= {name: f"axis {name.removeprefix(MORE)}" for point in points for name in more_columns(point)}
+    texts |= {name: f"axis {name.removeprefix(MORE)}" for name in more_columns(points.columns)}
+    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
     tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
-    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
-    by_fill = {
-        filled: [point for point in points if (point["origin"] != "reported") is filled] for filled in (True, False)
-    }
-    return [
-        alt.Chart(pd.DataFrame(rows))
-        .mark_point(size=70, strokeWidth=2, filled=filled)
-        .encode(**channels, tooltip=tooltip)
-        for filled, rows in by_fill.items()
-        if rows
-    ]
+    return tooltip + [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]

@@ -2,7 +2,7 @@
 
 An implementation's colour and mark follow from its name alone, so that they are the same in every chart, whatever else
 it shows. Series that share an implementation differ in their dashes. The colours stand out from light and dark grounds,
-and from one another also for the colour-blind (tests/orchestrator/report/test_series.py measures both).
+and from one another also for the colour-blind.
 """
 
 from __future__ import annotations
@@ -74,9 +74,19 @@ def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
         one: (text(row["implementation"]) or "?") + (" (reported)" if mixed and row["origin"] == "reported" else "")
         for one, row in series.items()
     }
-    more = sorted({column for row in rows for column in more_columns(row)})
-    for coordinate in (*_TELLING, *more):
-        names = _longer(names, {one: _coordinate(row, coordinate, quantities) for one, row in series.items()})
+    for coordinate in (*_TELLING, *sorted({column for row in rows for column in more_columns(row)})):
+        shared, longer = Counter(names.values()), {}
+        for one, row in series.items():
+            value = text(row.get(coordinate))
+            if coordinate == "metric":
+                value = quantities.of(row["metric"]).legend
+            elif coordinate == "shape":
+                value = shape(row)
+            elif coordinate.startswith(MORE) and value:
+                value = f"{coordinate.removeprefix(MORE)} {value}"
+            longer[one] = f"{names[one]} · {value}" if shared[names[one]] > 1 and value else names[one]
+        if len(set(longer.values())) > len(set(names.values())):
+            names = longer
     return names
 
 
@@ -87,10 +97,14 @@ def shape(row: Row) -> str:
     return ", ".join(filter(None, (operator, f"{layers} layers" if layers else "")))
 
 
+def own_axes(row: Row) -> list[str]:
+    """A kind's own axes of a row or a fit's series, as "depth 4", those that it has."""
+    return [f"{name.removeprefix(MORE)} {text(row[name])}" for name in more_columns(row) if text(row[name])]
+
+
 def full_shape(row: Row) -> str:
     """The shape of a row or a fit's series, with its kind-specific axes, environment variables and interpreter."""
-    more = [f"{name.removeprefix(MORE)} {text(row[name])}" for name in more_columns(row) if text(row[name])]
-    return ", ".join(filter(None, (shape(row), *more, *surroundings(row))))
+    return ", ".join(filter(None, (shape(row), *own_axes(row), *surroundings(row))))
 
 
 def look(implementation: object) -> Look:
@@ -117,24 +131,6 @@ def dashes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
         found.append(list(DASHES)[place + kind[1]])
         seen[kind] += 1
     return found
-
-
-def _longer(names: dict[str, str], additions: dict[str, str]) -> dict[str, str]:
-    """The names, shared ones extended by their additions if that distinguishes any of them."""
-    shared = Counter(names.values())
-    longer = {
-        one: f"{name} · {additions[one]}" if shared[name] > 1 and additions[one] else name
-        for one, name in names.items()
-    }
-    return longer if len(set(longer.values())) > len(set(names.values())) else names
-
-
-def _coordinate(row: Row, name: str, quantities: Quantities) -> str:
-    if name == "metric":
-        return quantities.of(row["metric"]).legend
-    if name.startswith(MORE) and text(row.get(name)):
-        return f"{name.removeprefix(MORE)} {text(row[name])}"
-    return shape(row) if name == "shape" else text(row.get(name))
 
 
 def text(value: Any) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Role, readable, said_in_its_own_unit
 from jobs.schema.states import PointState, Result
 from orchestrator.report.table import Table
@@ -30,8 +29,9 @@ _WIDTH_OF_A_PIPE = 200
 
 
 def wide_console() -> Console:
-    """Console on standard output, 200 columns wide if that is a file or a pipe."""
-    return PlainConsole(width=None if Console().is_terminal else _WIDTH_OF_A_PIPE)
+    """Console on standard output, 200 columns wide if that is a file or a pipe; it breaks no line but a table's."""
+    width = None if Console().is_terminal else _WIDTH_OF_A_PIPE
+    return PlainConsole(width=width, markup=False, soft_wrap=True)
 
 
 def print_states(states: Counter[PointState], console: Console) -> None:
@@ -45,73 +45,67 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     from orchestrator.judge.analysis import scaling_fits
     from orchestrator.judge.decisions import decisions
     from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
-    from orchestrator.report import bench, bench_text
+    from orchestrator.report import bench
     from orchestrator.store import queries
 
     if benches := bench.collect(store, [run_id]):
-        for table in bench_text.tables(benches):
+        for table in bench.tables(benches):
             if table.rows:
                 console.print(table.rich())
-                console.print(table.note, style="dim", markup=False)
+                console.print(table.note, style="dim", soft_wrap=False)
     else:
         headline = queries.quantities(store, [run_id]).names(role=Role.HEADLINE)
         fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
-        if fits:
-            print_fits(fits, console)
-        else:
-            print_results(queries.measurements(store, run_ids=[run_id]), headline, console)
+        metrics = queries.measurements(store, run_ids=[run_id])
+        table = _growth(fits) if fits else _results(metrics, headline)
+        if table.rows:
+            console.print(table.rich())
     gates = load_gates(gates_file)
     verdicts = evaluate(store, gates, run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
-    print_decisions(decisions(gates, verdicts), console)
-
-
-def print_results(metrics: pd.DataFrame, headline: Sequence[str], console: Console) -> None:
-    """Print the headline quantities, a row per point; nothing if there are none."""
-    names = [name for name in headline if name in set(metrics["metric"])]
-    shown = metrics.loc[metrics["metric"].isin(names)]
-    if shown.empty:
-        return
-    units = dict(zip(shown["metric"], shown["unit"], strict=True))
-    spoken = {name for name, unit in units.items() if said_in_its_own_unit(unit)}
-    titles = [name if units[name] == "1" or name in spoken else f"{name} ({units[name]})" for name in names]
-    rows = []
-    for label, group in shown.groupby("label", sort=False):
-        values = dict(zip(group["metric"], group["value"], strict=True))
-        texts = {name: readable(values[name], units[name] if name in spoken else "1") for name in values}
-        rows.append([str(label), *(texts.get(name, "") for name in names)])
-    console.print(Table("Results", "", ["point", *titles], rows).rich())
-
-
-def print_fits(fits: Sequence[Fit], console: Console) -> None:
-    """Print the fitted growth, a row per series and metric."""
-    from orchestrator.report.bench_text import LAW, law_cells
-
-    rows = []
-    for fit in fits:
-        named = [fit.series[name] for name in ("implementation", "workload", "pass")]
-        own = [f"{name.removeprefix(MORE)} {fit.series[name]}" for name in more_columns(fit.series)]
-        series = " ".join([*filter(None, named), *own])
-        rows.append([series, fit.metric, *law_cells(fit, fit.local)[:-1]])
-    console.print(Table("Growth with sequence length S", "", ["series", "metric", *LAW[:-1]], rows).rich())
-
-
-def print_decisions(decisions: Sequence[Decision], console: Console) -> None:
-    """Print each decision that has evidence of its machines in a sentence, then the rules; name the others."""
     blank = []
-    for decision in decisions:
+    for decision in decisions(gates, verdicts):
         shown = [each for each in decision.verdicts if each.measured]
         if not shown:
             blank.append(decision.name)
             continue
-        title = f"{decision.result}  {decision.name}: {decision.title}"
-        console.print(title, style=_STYLE[decision.result], markup=False)
-        console.print(f"  {decision.sentence}", markup=False, soft_wrap=True)
+        console.print(_title(decision), style=_STYLE[decision.result])
+        console.print(f"  {decision.sentence}")
         print_verdicts(shown, console)
         if any(each not in shown for each in decision.verdicts if each.hardware):
-            console.print(f"  what would settle the rest: nsa plan {decision.name}", markup=False)
+            console.print(f"  what would settle the rest: nsa plan {decision.name}")
     if blank:
-        console.print(f"no evidence in this run for {', '.join(blank)}", markup=False)
+        console.print(f"no evidence in this run for {', '.join(blank)}")
+
+
+def _results(metrics: pd.DataFrame, headline: Sequence[str]) -> Table:
+    """The headline quantities, a row per point."""
+    names = [name for name in headline if name in set(metrics["metric"])]
+    metrics = metrics.loc[metrics["metric"].isin(names)]
+    units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
+    spoken = {name for name, unit in units.items() if said_in_its_own_unit(unit)}
+    titles = [name if units[name] == "1" or name in spoken else f"{name} ({units[name]})" for name in names]
+    rows = []
+    for label, group in metrics.groupby("label", sort=False):
+        values = dict(zip(group["metric"], group["value"], strict=True))
+        texts = {name: readable(values[name], units[name] if name in spoken else "1") for name in values}
+        rows.append([str(label), *(texts.get(name, "") for name in names)])
+    return Table("Results", "", ["point", *titles], rows)
+
+
+def _growth(fits: Sequence[Fit]) -> Table:
+    """The fitted growth, a row per series and metric."""
+    from orchestrator.report.bench import law_cells
+    from orchestrator.report.series import own_axes
+
+    rows = []
+    for fit in fits:
+        named = [fit.series[name] for name in ("implementation", "workload", "pass")]
+        series = " ".join(filter(None, [*named, *own_axes(fit.series)]))
+        cells = law_cells(fit, fit.local)
+        del cells["local exponents"]
+        rows.append({"series": series, "metric": fit.metric, **cells})
+    return Table.of("Growth with sequence length S", "", rows)
 
 
 def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = False) -> None:
@@ -125,49 +119,58 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
     from orchestrator.judge.steps import merged, total
 
     for decision in decisions:
-        title = f"{decision.result}  {decision.name}: {decision.title}"
-        console.print(title, style=_STYLE[decision.result], markup=False)
+        console.print(_title(decision), style=_STYLE[decision.result])
         asked = [each for each in QUESTIONS if any(each in verdict.questions for verdict in decision.verdicts)]
         head = "".join(f"{question:<10}" for question in asked)
-        console.print(f"  {'':<13} {'':<8}{head}to find out", style="dim", markup=False)
+        console.print(f"  {'':<13} {'':<8}{head}to find out", style="dim")
         for verdict in decision.verdicts:
             machine = verdict.hardware.title if verdict.hardware else "any machine"
             answers = [verdict.questions.get(question) for question in asked]
             answered = "".join(f"{_ANSWER[result] if result else '':<10}" for result in answers)
             left = total(merged(rule.step for rule in verdict.rules if rule.step))
-            console.print(f"  {machine:<13} {verdict.result:<8}{answered}{left}".rstrip(), markup=False, soft_wrap=True)
-        if len(decisions) > 1 and not why:
-            continue
-        for sentence in decision.sentences:
-            _wrapped(console, sentence)
-        if len(decision.verdicts) == 1:
-            for step in decision.steps:
-                console.print(f"  {step.command or step.lacking}", style="cyan", markup=False, soft_wrap=True)
-                _wrapped(console, f"{total([step])}; settles {', '.join(step.settles)}".removeprefix("; "), "    ")
-        elif decision.steps:
-            console.print(f"  the commands: nsa plan {decision.name}", markup=False)
+            console.print(f"  {machine:<13} {verdict.result:<8}{answered}{left}".rstrip())
+        if len(decisions) == 1 or why:
+            _explain(decision, console)
         if why:
             print_verdicts([each for each in decision.verdicts if each.judged or not each.hardware], console)
             for verdict in decision.verdicts:
                 if sql := query(verdict):
-                    console.print(f"  the figures of {verdict.name}:\n{sql}", markup=False, soft_wrap=True)
+                    console.print(f"  the figures of {verdict.name}:\n{sql}")
     if len(decisions) > 1 and not why:
-        console.print("why: nsa gate TARGET [--on MACHINE] [--why]", markup=False)
+        console.print("why: nsa gate TARGET [--on MACHINE] [--why]")
+
+
+def _explain(decision: Decision, console: Console) -> None:
+    """Print a decision's sentences, then of one machine what would settle it."""
+    from orchestrator.judge.steps import total
+
+    for sentence in decision.sentences:
+        _wrapped(console, sentence)
+    if len(decision.verdicts) == 1:
+        for step in decision.steps:
+            console.print(f"  {step.command or step.lacking}", style="cyan")
+            _wrapped(console, f"{total([step])}; settles {', '.join(step.settles)}".removeprefix("; "), "    ")
+    elif decision.steps:
+        console.print(f"  the commands: nsa plan {decision.name}")
 
 
 def _wrapped(console: Console, text: str, indent: str = "  ") -> None:
-    for line in wrap(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False):
-        console.print(line, markup=False, soft_wrap=True)
+    if text:
+        console.print(fill(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def _title(decision: Decision) -> str:
+    return f"{decision.result}  {decision.name}: {decision.title}"
 
 
 def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
     """Print each verdict's name, then a line per rule: result, value against bound, margin, reason."""
     for target in verdicts:
-        console.print(f"{target.result}  {target.name}", style=_STYLE[target.result], markup=False)
+        console.print(f"{target.result}  {target.name}", style=_STYLE[target.result])
         if len(target.commits) > 1:
-            console.print(f"  the rules rest on different commits: {', '.join(target.commits)}", markup=False)
+            console.print(f"  the rules rest on different commits: {', '.join(target.commits)}")
         for rule in target.rules:
             judged = ""
             if rule.value is not None and rule.margin is not None:
                 judged = f"{rule.told(rule.value)} (bound {rule.limit}, margin {rule.told(rule.margin)}): "
-            console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}", markup=False, soft_wrap=True)
+            console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}")

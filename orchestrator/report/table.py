@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
-import pandas as pd
 from markupsafe import Markup
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -26,6 +25,11 @@ class Table:
     note: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, title: str, note: str, rows: Sequence[Mapping[str, str]]) -> Self:
+        """A table of rows with the same columns each."""
+        return cls(title, note, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
     def markdown(self) -> str:
         """Columns and rows as Markdown, without title and note."""
@@ -52,18 +56,21 @@ class Table:
             fold: every cell may take several lines; else only those of columns of long texts, which would cut others.
         """
         table = RichTable(
-            title=escape(self.title), title_justify="left", title_style="bold", header_style="bold", box=None,
+            title=Text(in_a_line(self.title)), title_justify="left", title_style="bold", header_style="bold", box=None,
             pad_edge=False,
         )  # fmt: skip
         for place, column in enumerate(self.columns):
             short = all(len(row[place]) <= _LONG for row in self.rows)
-            table.add_column(escape(column), no_wrap=short and not fold, overflow="fold" if fold else "ellipsis")
+            table.add_column(Text(column), no_wrap=short and not fold, overflow="fold" if fold else "ellipsis")
         for row in self.rows:
             cells = zip(self.columns, map(in_a_line, row), strict=True)
             table.add_row(*(Text(cell, _COLORS.get(cell, "red") if name == "state" else "") for name, cell in cells))
         return table
 
 
-def whole(value: float | None) -> str:
-    """A whole number with thousands separators; empty for None and NaN."""
-    return "" if value is None or pd.isna(value) else f"{int(value):,}"
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their names, joined with dots."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

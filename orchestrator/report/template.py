@@ -6,7 +6,7 @@ import json
 import posixpath
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from orchestrator.errors import UserError
 from orchestrator.judge.branches import take_overs
 from orchestrator.judge.decisions import decide
 from orchestrator.judge.verdicts import load_gates
-from orchestrator.report import bench, bench_text
+from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, device, tally
 from orchestrator.report.table import Table
 from orchestrator.report.write import ReportError, growth_chart, png, svg
@@ -45,7 +45,7 @@ def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out
     Raises:
         ReportError: the template is wrong (the message names file and line), or a file cannot be written.
     """
-    return _Templates(store, path.parent, run_ids, load).render(path.name, out)
+    return _render(path.parent, path.name, Evidence(store, run_ids, load), out)
 
 
 def render_folder(store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec, out: Path) -> list[Path]:
@@ -53,15 +53,13 @@ def render_folder(store: Store, folder: Path, run_ids: Sequence[str], load: Load
 
     Returns the files. Raises ReportError as `render`, and if there is no template.
     """
-    templates = _Templates(store, folder, run_ids, load)
     names = [path.relative_to(folder) for path in sorted(folder.rglob(f"*{SUFFIX}")) if not path.name.startswith("_")]
     if not names:
         raise ReportError(f"template: '{folder}' holds no file *{SUFFIX}; name a template or a folder of templates")
-    written = []
+    evidence = Evidence(store, run_ids, load)
     for name in names:
-        written.append(out / name.with_suffix(""))
-        templates.render(name.as_posix(), written[-1])
-    return written
+        _render(folder, name.as_posix(), evidence, out / name.with_suffix(""))
+    return [out / name.with_suffix("") for name in names]
 
 
 class _Environment(SandboxedEnvironment):
@@ -70,67 +68,63 @@ class _Environment(SandboxedEnvironment):
         return posixpath.normpath(posixpath.join(posixpath.dirname(parent), template))
 
 
-class _Templates:
-    """Templates of one folder, and what they can call."""
-
-    def __init__(self, store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec) -> None:
-        self._store = store
-        self._folder = folder
-        self._run_ids = list(run_ids)
-        self._evidence = Evidence(store, run_ids, load)
-        self._html = False
-        self._escape: Callable[[str], str] = str
-        self._out: Path | None = None
-
-    def render(self, name: str, out: Path | None) -> str:
-        self._out = out
-        suffixes = Path(name.removesuffix(SUFFIX)).suffixes
-        self._html = ".html" in suffixes
-        self._escape = for_html if self._html else for_file if ".md" in suffixes else str
-        environment = _Environment(
-            loader=FileSystemLoader(self._folder),
-            undefined=StrictUndefined,
-            autoescape=True,  # by `finalize`: what it returns is not escaped again
-            finalize=self._shown,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-            extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
-        )
-        figures = (self.query, self.table, self.measured, self.chart, self.fits, self.benches, self.bench_tables)
-        functions = (*figures, self.decisions, self.quantity, self._evidence.spec, take_overs)
-        environment.filters |= {
-            "amount": readable,
-            "code": lambda value: Markup(plain_text.code(value)),
-            "device": device,
-        }
-        environment.filters |= {"from_json": from_json, "number": number, "tally": tally}
-        environment.globals |= {each.__name__: each for each in functions}
-        environment.globals |= {"any": ANY, "runs": self._evidence.runs}
-        try:
-            rendered = environment.get_template(name).render()
-        except Exception as err:  # whatever a template does wrong
-            raise ReportError(f"{self._place(err, name)}: {_message(err)}") from None
-        if ".md" in suffixes:
-            rendered = re.sub(r"\n{3,}", "\n\n", rendered)  # what loops and conditions leave
-        if out is not None:
-            _write(out, rendered)
-        return rendered
-
-    def _place(self, err: Exception, name: str) -> str:
-        """File and line of the template that an exception came from."""
-        if isinstance(err, TemplateSyntaxError):
-            return f"{err.filename or self._folder / name}:{err.lineno}"
+def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> str:
+    suffixes = Path(name.removesuffix(SUFFIX)).suffixes
+    calls = _Calls(evidence, ".html" in suffixes, ".md" in suffixes, out)
+    environment = _Environment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        autoescape=True,  # by `finalize`: what it returns is not escaped again
+        finalize=calls.shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
+    )
+    environment.filters |= {"amount": readable, "number": number, "device": device, "tally": tally}
+    environment.filters |= {"code": lambda value: Markup(plain_text.code(value))}
+    # SQLite's driver returns the text of a column of JSON.
+    environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
+    figures = (calls.query, calls.table, calls.measured, calls.chart, calls.fits, calls.benches, calls.bench_tables)
+    functions = (*figures, calls.decisions, calls.quantity, evidence.spec, take_overs)
+    environment.globals |= {each.__name__: each for each in functions} | {"any": ANY, "runs": evidence.runs}
+    try:
+        rendered = environment.get_template(name).render()
+    except Exception as err:  # whatever a template does wrong
+        place, message = folder / name, in_a_line(err)
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if frame.filename.endswith(SUFFIX)]
-        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(self._folder / name)
+        if isinstance(err, TemplateSyntaxError):
+            place = f"{err.filename or place}:{err.lineno}"
+        elif frames:
+            place = f"{frames[-1].filename}:{frames[-1].lineno}"
+        if isinstance(err, SQLAlchemyError):
+            message = f"the query fails: {in_a_line(getattr(err, 'orig', None) or err)}"
+        elif not isinstance(err, UserError) and not type(err).__module__.startswith("jinja2"):
+            message = error_in_a_line(err)
+        raise ReportError(f"{place}: {message}") from None
+    if ".md" in suffixes:
+        rendered = re.sub(r"\n{3,}", "\n\n", rendered)  # what loops and conditions leave
+    if out is not None:
+        _write(out, rendered)
+    return rendered
 
-    def _shown(self, value: Any) -> Any:
+
+class _Calls:
+    """What a template can call. `out`: the file that it becomes, if any."""
+
+    def __init__(self, evidence: Evidence, html: bool, markdown: bool, out: Path | None) -> None:
+        self._evidence, self._store = evidence, evidence.store
+        self._run_ids = [run["run_id"] for run in evidence.runs]
+        self._html, self._out = html, out
+        self._escape = for_html if html else for_file if markdown else None
+
+    def shown(self, value: Any) -> Any:
         """A value as a report has it: numbers with four digits, nothing for None, text escaped."""
         if isinstance(value, Undefined | Markup):
             return value
         if value is None:
             return Markup("")
-        if self._escape is str:  # of data files
+        if self._escape is None:  # of data files
             return Markup(value)
         if isinstance(value, float | Decimal):
             return Markup(number(float(value)))
@@ -152,7 +146,7 @@ class _Templates:
             return Markup("None.")
         columns = columns or list(rows[0])
         cells = [list(row.values()) if isinstance(row, Mapping) else list(row) for row in rows]
-        return self._drawn(Table("", "", columns, [[self._shown(cell) for cell in row] for row in cells]))
+        return self._drawn(Table("", "", columns, [[self.shown(cell) for cell in row] for row in cells]))
 
     def _drawn(self, table: Table) -> Markup:
         return Markup(table.html() if self._html else table.markdown())
@@ -211,7 +205,7 @@ class _Templates:
 
     def bench_tables(self, run_ids: Iterable[str]) -> list[tuple[str, str, Markup]]:
         """Title, note and table of each table that `nsa report` has of runs of kind bench."""
-        return [(each.title, each.note, self._drawn(each)) for each in bench_text.tables(self.benches(run_ids))]
+        return [(each.title, each.note, self._drawn(each)) for each in bench.tables(self.benches(run_ids))]
 
     def decisions(self) -> list[Any]:
         """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""
@@ -228,18 +222,6 @@ class _Templates:
 def number(value: float | None) -> str:
     """A value with four significant digits; "" for None and NaN."""
     return "" if value is None or value != value else readable(value)
-
-
-def from_json(value: object) -> Any:
-    """A column of JSON as its value: SQLite's driver returns its text."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
-def _message(err: Exception) -> str:
-    if isinstance(err, SQLAlchemyError):
-        return f"the query fails: {in_a_line(getattr(err, 'orig', None) or err)}"
-    ours = isinstance(err, UserError) or type(err).__module__.startswith("jinja2")
-    return in_a_line(err) if ours else error_in_a_line(err)
 
 
 def _write(path: Path, content: str | bytes) -> None:

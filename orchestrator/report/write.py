@@ -11,24 +11,33 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import for_file, for_html, in_a_line, printable
-from jobs.schema.quantities import Plot, Quantity, Role, readable
-from jobs.schema.states import PointState
+from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
+from jobs.schema.states import Origin, PointState
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
-from orchestrator.judge.analysis import Fit, fits_frame
-from orchestrator.judge.verdicts import TargetVerdict
-from orchestrator.report import bench_text
-from orchestrator.report.content import Content, collect
+from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
+from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates
+from orchestrator.report import bench
 from orchestrator.report.series import full_shape, shape
-from orchestrator.report.table import Table, whole
-from orchestrator.settings import example_spec
-from orchestrator.store import Store
+from orchestrator.report.table import Table, flat
+from orchestrator.settings import example_spec, load_settings
+from orchestrator.store import Store, queries
 from orchestrator.store.exporter import to_csv, to_json
 
 FORMATS = ("md", "html", "csv", "json")
 _NAME = 100  # characters of a run's name or a quantity's title
 _NOTE = 4_000
+# Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
+_SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
+_OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:13px}"
+    "th,td{text-align:left;padding:.25rem .7rem;border-bottom:1px solid #ddd;vertical-align:top}"
+    "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}"
+)
 
 
 class ReportError(UserError):
@@ -41,10 +50,8 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
         raise ReportError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
     if format in ("csv", "json"):
         return (to_csv if format == "csv" else to_json)(store, run_ids)
-    content = collect(store, run_ids)
-    if format == "md":
-        return _markdown(content, charts={})
-    return _html(content, {quantity: svg(chart) for quantity, chart in _charts(content).items()})
+    facts = _Facts(store, run_ids)
+    return facts.markdown(images={}) if format == "md" else facts.html()
 
 
 def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
@@ -58,24 +65,17 @@ def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]
         raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
     try:
         if suffix == "md" and run_ids:
-            content = collect(store, run_ids)
-            for quantity, chart in _charts(content).items():
+            facts = _Facts(store, run_ids)
+            for quantity, chart in facts.charts().items():
                 images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
                 write_output(images[quantity], png(chart))
-            text = _markdown(content, {quantity: quote(image.name) for quantity, image in images.items()})
+            text = facts.markdown({quantity: quote(image.name) for quantity, image in images.items()})
         else:
             text = report(store, run_ids, format=suffix)
         write_output(path, text)
     except OSError as err:
         raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return [path, *images.values()]
-
-
-def _charts(content: Content) -> dict[Quantity, Any]:
-    """Charts of the growing quantities that have rows to draw."""
-    growing = [quantity for quantity in content.quantities if quantity.plot is Plot.GROWTH]
-    drawn = {quantity: growth_chart(content.scaling, content.fits, quantity) for quantity in growing}
-    return {quantity: chart for quantity, chart in drawn.items() if chart is not None}
 
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> Any:
@@ -110,237 +110,255 @@ def _printable(part: Any) -> Any:
     return printable(part) if isinstance(part, str) else part
 
 
-def _markdown(content: Content, charts: Mapping[Quantity, str]) -> str:
-    """The report in Markdown; `charts`: image file of each drawn quantity."""
-    parts = [f"# {for_file(content.title)}"]
-    for quantity, file in charts.items():
-        title = re.sub(r"[\[\]<>`\\]", " ", in_a_line(f"{quantity.title} per sequence", _NAME))
-        parts.append(f"![{title}]({file})")
-    for table in _tables(content):
-        parts.append(f"## {for_file(table.title)}")
-        parts += [for_file(table.note, _NOTE)] if table.note else []
-        parts.append(table.markdown() if table.rows else "None.")
-    return "\n\n".join(parts) + "\n"
+class _Facts:
+    """What a report of these runs says. Raises StoreUnavailable, GatesError.
 
+    Runs of kind bench have tables of their own, and in the charts only their fullest pass.
+    """
 
-def _html(content: Content, charts: Mapping[Quantity, str]) -> str:
-    """The report as one self-contained HTML file; `charts`: SVG text of each drawn quantity."""
-    name = for_html(content.title)
-    parts = [f"<h1>{name}</h1>"]
-    for quantity, svg in charts.items():
-        title = for_html(f"{quantity.title} per sequence")
-        parts.append(f"<figure><figcaption>{title}</figcaption>{svg}</figure>")
-    for table in _tables(content):
-        parts.append(f"<h2>{for_html(table.title)}</h2>")
-        parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
-        parts.append(table.html() if table.rows else "<p>None.</p>")
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    def __init__(self, store: Store, run_ids: Sequence[str]) -> None:
+        self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
+        self.names = bench.run_names(self.runs)
+        self.title = "Report: " + ", ".join(dict.fromkeys(in_a_line(run["name"], _NAME) for run in self.runs))
+        self.general = [run["run_id"] for run in self.runs if run["kind"] != bench.KIND]
+        self.quantities = queries.quantities(store, run_ids)
+        self.points = queries.states(store, run_ids=run_ids)
+        self.metrics = queries.measurements(store, run_ids=run_ids)
+        rows = queries.scaling(store, run_ids=run_ids)
+        rows = rows.loc[rows["metric"].isin(self.quantities.names(role=Role.HEADLINE, plots=AGAINST_LENGTH))]
+        general = rows["run_id"].isin(self.general)
+        fullest = rows.loc[~general].groupby("run_id")["pass"].agg(lambda passes: bench.fullest([*passes]))
+        self.scaling = rows.loc[general | (rows["pass"] == rows["run_id"].map(fullest))]
+        self.fits = scaling_fits(self.scaling)
+        self.beside = rows.loc[general & (rows["plot"] == Plot.GROWTH)], queries.scaling(store, origin=Origin.REPORTED)
+        self.verdicts = evaluate(store, load_gates(load_settings().gates), run_ids)
+        self.benches = bench.collect(store, run_ids)
+        # Of each run's first ok point under each interpreter and environment: clocks and temperatures differ by point.
+        ok = self.points[self.points["state"] == "ok"]
+        ok = ok.groupby(["run_id", "env", "python"], dropna=False, sort=False).head(1)
+        self.environments: list[dict[str, str]] = []
+        for point_id in ok["point_id"]:
+            values = flat((queries.point(store, point_id) or {}).get("environment", {}))
+            shared = {name: str(value) for name, value in values.items() if name not in _OF_ONE_MACHINE}
+            if shared and shared not in self.environments:
+                self.environments.append(shared)
 
+    def charts(self) -> dict[Quantity, Any]:
+        """Charts of the growing quantities that have rows to draw."""
+        growing = [quantity for quantity in self.quantities if quantity.plot is Plot.GROWTH]
+        drawn = {quantity: growth_chart(self.scaling, self.fits, quantity) for quantity in growing}
+        return {quantity: chart for quantity, chart in drawn.items() if chart is not None}
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}"
-    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:13px}"
-    "th,td{text-align:left;padding:.25rem .7rem;border-bottom:1px solid #ddd;vertical-align:top}"
-    "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}"
-)
+    def markdown(self, images: Mapping[Quantity, str]) -> str:
+        """The report in Markdown; `images`: file of each drawn quantity."""
+        parts = [f"# {for_file(self.title)}"]
+        for quantity, file in images.items():
+            title = re.sub(r"[\[\]<>`\\]", " ", in_a_line(f"{quantity.title} per sequence", _NAME))
+            parts.append(f"![{title}]({file})")
+        for table in self.tables():
+            parts += [f"## {for_file(table.title)}", *([for_file(table.note, _NOTE)] if table.note else [])]
+            parts.append(table.markdown() if table.rows else "None.")
+        return "\n\n".join(parts) + "\n"
 
+    def html(self) -> str:
+        """The report as one self-contained HTML file."""
+        name = for_html(self.title)
+        parts = [f"<h1>{name}</h1>"]
+        for quantity, chart in self.charts().items():
+            title = for_html(f"{quantity.title} per sequence")
+            parts.append(f"<figure><figcaption>{title}</figcaption>{svg(chart)}</figure>")
+        for table in self.tables():
+            parts.append(f"<h2>{for_html(table.title)}</h2>")
+            parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
+            parts.append(table.html() if table.rows else "<p>None.</p>")
+        head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
-def _tables(content: Content) -> Iterable[Table]:
-    yield _runs(content)
-    yield from bench_text.tables(content.benches)
-    for verdict in content.verdicts:
-        if verdict.measured:
-            yield _verdict(verdict)
-    yield from _unjudged([verdict for verdict in content.verdicts if not verdict.measured])
-    if general := content.general:
-        yield _fits([fit for fit in content.fits if fit.run_id in general], content.run_names)
-        yield _measured(content)
-        yield _peers(content.peers)
-        stages = content.of_role(Role.STAGE)
-        yield from _wide("Stages", stages.loc[stages["run_id"].isin(general)], content)
-    yield from _wide("Further quantities", content.of_role(Role.DETAIL), content)
-    yield from _wide("Telemetry", content.of_role(Role.TELEMETRY), content)
-    yield _states(content.points)
-    yield _failures(content.points, content.run_names)
-    for number, environment in enumerate(content.environments, 1):
-        title = "Environment" if len(content.environments) == 1 else f"Environment {number}"
-        yield Table(title, "", ["what", "value"], [[name, value] for name, value in sorted(environment.items())])
-    yield _methods(content)
+    def tables(self) -> Iterable[Table]:
+        yield self._runs()
+        yield from bench.tables(self.benches)
+        yield from _verdicts(self.verdicts)
+        if self.general:
+            fits = [fit for fit in self.fits if fit.run_id in self.general]
+            note = (
+                f"{bench.GROWTH} It rests on the longest range up to the longest length on which it holds (one on "
+                "which it is exact comes first), and has no overhead where the information criterion prefers that."
+            )
+            yield Table.of("Scaling", note, [_fit(self.names[fit.run_id], fit) for fit in fits])
+            yield self._results()
+            yield _beside_reported(*self.beside)
+            yield from self._wide("Stages", Role.STAGE, self.general)
+        yield from self._wide("Further quantities", Role.DETAIL)
+        yield from self._wide("Telemetry", Role.TELEMETRY)
+        yield from self._states()
+        for number, environment in enumerate(self.environments, 1):
+            title = "Environment" if len(self.environments) == 1 else f"Environment {number}"
+            yield Table(title, "", ["what", "value"], sorted(environment.items()))
+        yield self._methods()
 
-
-def _runs(content: Content) -> Table:
-    on_cpu = set(content.points.loc[content.points["device"] == "cpu", "run_id"])
-    rows = [
-        [
-            str(run["run_id"]),
-            str(run["kind"]),
-            str(run["origin"]),
-            str(run["state"]),
-            f"{run['ok']} of {run['points']} ok",
-            str(run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")),
-            f"{run['created_at']:%Y-%m-%d %H:%M} UTC",
-            (run["git_commit"] or "")[:10] + (" with changes" if run["git_commit"] and run["git_dirty"] else ""),
+    def _runs(self) -> Table:
+        on_cpu = set(self.points.loc[self.points["device"] == "cpu", "run_id"])
+        rows = [
+            {
+                "run": str(run["run_id"]),
+                "kind": str(run["kind"]),
+                "origin": str(run["origin"]),
+                "state": str(run["state"]),
+                "points": f"{run['ok']} of {run['points']} ok",
+                "device": str(run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")),
+                "started": f"{run['created_at']:%Y-%m-%d %H:%M} UTC",
+                "commit": (run["git_commit"] or "")[:10]
+                + (" with changes" if run["git_commit"] and run["git_dirty"] else ""),
+            }
+            for run in self.runs
         ]
-        for run in content.runs
-    ]
-    note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in content.runs if run["reason"])
-    return Table("Runs", note, ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
+        note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
+        return Table.of("Runs", note, rows)
 
+    def _of_role(self, role: Role) -> pd.DataFrame:
+        names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
+        return self.metrics.loc[self.metrics["metric"].isin(names)]
 
-def _verdict(verdict: TargetVerdict) -> Table:
-    columns = ["rule", "result", "value", "bound", "margin", "reason"]
-    title = f"Verdict {verdict.name}: {verdict.result.value}"
-    rows = [
-        [
-            rule.rule,
-            rule.result.value,
-            "" if rule.value is None else rule.told(rule.value),
-            rule.limit,
-            "" if rule.margin is None else "+" * (rule.margin >= 0) + rule.told(rule.margin),
-            rule.reason,
+    def _results(self) -> Table:
+        headline = self._of_role(Role.HEADLINE)
+        headline = headline.loc[headline["run_id"].isin(self.general)]
+        places = {name: self.quantities.place(name) for name in set(headline["metric"])}
+        order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
+        ordered = headline.sort_values(order, key=lambda by: by.map(places) if by.name == "metric" else by)
+        rows = [
+            {
+                "run": self.names[row["run_id"]],
+                "implementation": str(row["implementation"]),
+                "pass": str(row["pass"]),
+                "shape": full_shape(row),
+                "S": _whole(row["seq_len"]),
+                "batch": _whole(row["batch"]),
+                "metric": str(row["metric"]),
+                "value (95 % interval)": readable(row["value"])
+                + ("" if pd.isna(row["ci_low"]) else f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"),
+                "unit": str(row["unit"]),
+            }
+            for row in ordered.to_dict("records")
         ]
-        for rule in verdict.rules
-    ]
-    note = f"{verdict.full_title}. GO needs every rule; a rule without evidence is UNKNOWN."
-    if len(verdict.commits) > 1:
-        note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
-    return Table(title, note, columns, rows)
+        note = "The whole batch; brackets hold the interval of the median, of six samples or more."
+        return Table.of("Results", note, rows)
+
+    def _wide(self, title: str, role: Role, run_ids: Sequence[str] | None = None) -> Iterable[Table]:
+        """A table with a row per point and a column per quantity; none without metrics."""
+        metrics = self._of_role(role)
+        metrics = metrics if run_ids is None else metrics.loc[metrics["run_id"].isin(run_ids)]
+        if metrics.empty:
+            return
+        named = set(zip(metrics["metric"], metrics["unit"], strict=True))
+        columns = sorted(named, key=lambda one: (self.quantities.place(one[0]), one))
+        values: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+        for row in metrics.to_dict("records"):
+            point = values.setdefault((self.names[row["run_id"]], row["label"]), {})
+            point[row["metric"], row["unit"]] = readable(row["value"])
+        headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
+        rows = [[*point, *(found.get(one, "") for one in columns)] for point, found in values.items()]
+        yield Table(title, "", ["run", "point", *headings], rows)
+
+    def _states(self) -> Iterable[Table]:
+        axes, points = ["implementation", "pass"], self.points
+        counted = points.groupby(axes, dropna=False)["state"].value_counts().unstack(fill_value=0)
+        states = [state.value for state in PointState if state.value in counted.columns]
+        counted = counted[states].reset_index().astype(object).fillna("").astype(str)
+        yield Table("Points by state", "", [*axes, *states], counted.to_numpy().tolist())
+        rows = [
+            [self.names[row["run_id"]], str(row["label"]), str(row["state"]), str(row["reason"] or "")]
+            for row in points.loc[points["state"] != PointState.OK].to_dict("records")
+        ]
+        note = "A state other than ok carries no number."
+        yield Table("Points without a result", note, ["run", "point", "state", "reason"], rows)
+
+    def _methods(self) -> Table:
+        """Table of measurement methods; methods that differ only in numbers share a row, and so do all stages."""
+        named = self.metrics.loc[self.metrics["method"] != "", ["metric", "unit", "method"]]
+        alike: dict[tuple[str, str, str, str], list[str]] = {}
+        for row in named.drop_duplicates().sort_values("metric").to_dict("records"):
+            declared = self.quantities.of(row["metric"], row["unit"])
+            family = declared.role is Role.STAGE
+            metric, title = ("stage_*", "Stage") if family else (row["metric"], declared.title)
+            shown = alike.setdefault((metric, title, row["unit"], re.sub(r"\d+", "0", row["method"])), [])
+            shown += [row["method"]] if row["method"] not in shown else []
+        rows = [
+            [metric, title, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if methods[1:] else "")]
+            for (metric, title, unit, _), methods in alike.items()
+        ]
+        return Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
 
 
-def _unjudged(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
-    """A table with a line per decision that these runs are no evidence for on some hardware; none without."""
-    hardware: dict[str, list[str]] = {}
+def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
+    """A table for each verdict with evidence, and one of the decisions that these runs are no evidence for."""
+    nothing: dict[str, list[str]] = {}
     for verdict in verdicts:
-        titles = hardware.setdefault(verdict.decision, [])
-        titles += [verdict.hardware.title] if verdict.hardware else []
-    if hardware:
-        rows = [[name, ", ".join(titles) or "any"] for name, titles in hardware.items()]
+        if not verdict.measured:
+            nothing.setdefault(verdict.decision, []).extend([verdict.hardware.title] if verdict.hardware else [])
+            continue
+        rows = [
+            {
+                "rule": rule.rule,
+                "result": rule.result.value,
+                "value": "" if rule.value is None else rule.told(rule.value),
+                "bound": rule.limit,
+                "margin": "" if rule.margin is None else "+" * (rule.margin >= 0) + rule.told(rule.margin),
+                "reason": rule.reason,
+            }
+            for rule in verdict.rules
+        ]
+        note = f"{verdict.full_title}. GO needs every rule; a rule without evidence is UNKNOWN."
+        if len(verdict.commits) > 1:
+            note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
+        yield Table.of(f"Verdict {verdict.name}: {verdict.result.value}", note, rows)
+    if nothing:
         note = "These runs are evidence for no rule there; `nsa plan` lists the commands that would settle them."
-        yield Table("No verdict", note, ["decision", "hardware"], rows)
+        rows = [{"decision": name, "hardware": ", ".join(titles) or "any"} for name, titles in nothing.items()]
+        yield Table.of("No verdict", note, rows)
 
 
-def _fits(fits: Sequence[Fit], names: Mapping[str, str]) -> Table:
+def _fit(run: str, fit: Fit) -> dict[str, str]:
+    return {
+        "run": run,
+        "origin": fit.series["origin"],
+        "implementation": str(fit.series["implementation"]),
+        "pass": str(fit.series["pass"]),
+        "shape": full_shape(fit.series),
+        "metric": fit.metric,
+        **bench.law_cells(fit, fit.local),
+    }
+
+
+def _beside_reported(ours: pd.DataFrame, reported: pd.DataFrame) -> Table:
+    """Our measured rows beside every reported row of the same shape, depth, batch and (if reported) dtype.
+
+    Our dense attention stands beside reported dense attention only.
+    """
+    ours = ours.loc[ours["origin"] == Origin.MEASURED]
+    ours = ours.loc[pd.DataFrame(ours[more_columns(ours.columns)]).isna().all(axis=1)]  # no reported figure has these
+    columns = [*_SAME, "implementation", "dtype", "gpu", "value"]
+    pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
+    pairs = pairs.loc[pairs["dtype_reported"].isna() | (pairs["dtype"] == pairs["dtype_reported"])]
     rows = [
-        [
-            names[fit.run_id],
-            fit.series["origin"],
-            str(fit.series["implementation"]),
-            str(fit.series["pass"]),
-            full_shape(fit.series),
-            fit.metric,
-            *bench_text.law_cells(fit, fit.local),
-        ]
-        for fit in fits
-    ]
-    note = (
-        f"{bench_text.GROWTH} It rests on the longest range up to the longest length on which it holds (one on which "
-        "it is exact comes first), and has no overhead where the information criterion prefers that."
-    )
-    axes = ["run", "origin", "implementation", "pass", "shape", "metric"]
-    return Table("Scaling", note, [*axes, *bench_text.LAW], rows)
-
-
-def _measured(content: Content) -> Table:
-    results = content.results
-    places = {name: content.quantities.place(name) for name in set(results["metric"])}
-    order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
-    ordered = results.sort_values(order, key=lambda column: column.map(places) if column.name == "metric" else column)
-    rows = [
-        [
-            content.run_names[row["run_id"]],
-            str(row["implementation"]),
-            str(row["pass"]),
-            full_shape(row),
-            whole(row["seq_len"]),
-            whole(row["batch"]),
-            str(row["metric"]),
-            readable(row["value"])
-            + ("" if pd.isna(row["ci_low"]) else f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"),
-            str(row["unit"]),
-        ]
-        for row in ordered.to_dict("records")
-    ]
-    columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
-    return Table(
-        "Results", "The whole batch; brackets hold the interval of the median, of six samples or more.", columns, rows
-    )
-
-
-def _wide(title: str, metrics: pd.DataFrame, content: Content) -> Iterable[Table]:
-    """A table with a row per point and a column per quantity; none without metrics."""
-    if metrics.empty:
-        return
-    columns = sorted(
-        set(zip(metrics["metric"], metrics["unit"], strict=True)),
-        key=lambda one: (content.quantities.place(one[0]), one),
-    )
-    values: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-    for row in metrics.to_dict("records"):
-        point = content.run_names[row["run_id"]], row["label"]
-        values.setdefault(point, {})[row["metric"], row["unit"]] = row["value"]
-    rows = [
-        [*point, *(readable(found[one]) if one in found else "" for one in columns)] for point, found in values.items()
-    ]
-    headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
-    yield Table(title, "", ["run", "point", *headings], rows)
-
-
-def _peers(peers: pd.DataFrame) -> Table:
-    rows = [
-        [
-            str(row["implementation"]),
-            str(row["pass"]),
-            shape(row),
-            whole(row["seq_len"]),
-            whole(row["batch"]),
-            f"{row['metric']} [{row['unit']}]",
-            f"{readable(row['value'])} on {row['gpu'] or 'CPU'}",
-            f"{readable(row['value_reported'])} on {row['gpu_reported']}",
-            str(row["implementation_reported"]),
-            readable(row["value"] / row["value_reported"]),
-        ]
-        for row in peers.to_dict("records")
+        {
+            "ours": str(row["implementation"]),
+            "pass": str(row["pass"]),
+            "shape": shape(row),
+            "S": _whole(row["seq_len"]),
+            "batch": _whole(row["batch"]),
+            "metric": f"{row['metric']} [{row['unit']}]",
+            "measured": f"{readable(row['value'])} on {row['gpu'] or 'CPU'}",
+            "reported": f"{readable(row['value_reported'])} on {row['gpu_reported']}",
+            "reported of": str(row["implementation_reported"]),
+            "ratio": readable(row["value"] / row["value_reported"]),
+        }
+        for row in pairs.sort_values([*_SAME, "implementation", "value_reported"]).to_dict("records")
+        if bench.is_dense(str(row["implementation_reported"])) or not bench.is_dense(str(row["implementation"]))
     ]
     note = "Same shape, dtype, length, batch and pass. Below 1, ours takes less. Mind the device of each figure."
-    columns = ["ours", "pass", "shape", "S", "batch", "metric", "measured", "reported", "reported of", "ratio"]
-    return Table("Beside reported figures", note, columns, rows)
+    return Table.of("Beside reported figures", note, rows)
 
 
-def _states(points: pd.DataFrame) -> Table:
-    counted = points.groupby(["implementation", "pass"], dropna=False)["state"].value_counts().unstack(fill_value=0)
-    tallies: list[dict] = [dict(row) for _, row in counted.iterrows()]
-    states = [state.value for state in PointState if state.value in counted.columns]
-    rows = [
-        [*("" if pd.isna(name) else str(name) for name in names), *(str(int(row[state])) for state in states)]
-        for names, row in zip(counted.index, tallies, strict=True)
-    ]
-    return Table("Points by state", "", ["implementation", "pass", *states], rows)
-
-
-def _failures(points: pd.DataFrame, names: Mapping[str, str]) -> Table:
-    others = points.loc[points["state"] != PointState.OK.value]
-    rows = [
-        [names[row["run_id"]], str(row["label"]), str(row["state"]), str(row["reason"] or "")]
-        for row in others.to_dict("records")
-    ]
-    note = "A state other than ok carries no number."
-    return Table("Points without a result", note, ["run", "point", "state", "reason"], rows)
-
-
-def _methods(content: Content) -> Table:
-    """Table of measurement methods; methods that differ only in numbers share a row, and so do all stages."""
-    metrics = content.metrics
-    named = metrics.loc[metrics["method"] != "", ["metric", "unit", "method"]].drop_duplicates().sort_values("metric")
-    alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in named.to_dict("records"):
-        declared = content.quantities.of(row["metric"], row["unit"])
-        family = declared.role is Role.STAGE
-        metric, title = ("stage_*", "Stage") if family else (row["metric"], declared.title)
-        shown = alike.setdefault((metric, title, row["unit"], re.sub(r"\d+", "0", row["method"])), [])
-        shown += [row["method"]] if row["method"] not in shown else []
-    rows = [
-        [metric, title, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if methods[1:] else "")]
-        for (metric, title, unit, _), methods in alike.items()
-    ]
-    return Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
+def _whole(value: float | None) -> str:
+    """A whole number with thousands separators; empty for None and NaN."""
+    return "" if value is None or pd.isna(value) else f"{int(value):,}"

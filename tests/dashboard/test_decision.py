@@ -81,14 +81,6 @@ def rules(app: AppTest) -> pd.DataFrame:
     return app.table[0].value.set_index("Rule")
 
 
-def test_the_card_puts_the_plan_beside_what_was_measured():
-    text = said(draw(MIXED))
-    assert "The model is fit" in text
-    assert all(sentence in text for sentence in MIXED.sentences)
-    assert "50,000 steps × 4,096 tokens in 24 h need 2,370 tok/s" in text
-    assert "23,704 tok/s on 1× H200 would take 2 h 24 min" in text
-
-
 def test_a_line_a_rule_and_a_column_a_machine():
     table = rules(draw(MIXED)).map(lambda text: text.replace("\N{NO-BREAK SPACE}", " "))
     assert list(table.columns) == ["Bound", "1× H200", "1× H100", "2× H200"]

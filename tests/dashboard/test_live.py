@@ -9,12 +9,11 @@ from urllib.parse import parse_qs
 
 import pytest
 import streamlit as st
-from dashboard_pages import check, show, text
+from dashboard_pages import show, text
 
 from dashboard import live
-from jobs.schema.states import PointState
 from orchestrator.store import Store
-from orchestrator.store.records import OutcomeRecord, PointRecord, RunRecord, SeriesRecord, StartRecord
+from orchestrator.store.records import PointRecord, RunRecord, SeriesRecord, StartRecord
 
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"
@@ -67,21 +66,6 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     assert len(charts(app)) == 2
     links = {link.proto.label: link.proto.query_string for link in show("runs", run=RUN).get("page_link")}
     assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
-
-
-def test_a_series_grows_and_stays_after_the_end(database: str) -> None:
-    training(database, piece("loss", "nat/byte", [4.0, 3.0]))
-    assert ": 3 nat/byte" in text(app := show("runs", run=RUN, point=POINT))
-    with Store.open(database) as store:
-        store.apply(piece("loss", "nat/byte", [2.5, 2.25], first=2))
-    st.cache_data.clear()  # two seconds later
-    assert ": 2.25 nat/byte" in text(check(app.run()))
-    with Store.open(database) as store:
-        store.apply(OutcomeRecord(run_id=RUN, point_id=POINT, attempt=1, state=PointState.CRASH, reason="killed"))
-    st.cache_data.clear()
-    said = text(show("runs", run=RUN, point=POINT))  # a reload
-    assert ": 2.25 nat/byte" in said
-    assert "left, until" not in said
 
 
 def test_expected_stands_against_actual(database: str) -> None:

@@ -20,7 +20,6 @@ from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.store import Store, upgrade
 from orchestrator.store.records import (
     ArtifactRecord,
-    EventRecord,
     OutcomeRecord,
     StartRecord,
 )
@@ -192,20 +191,6 @@ def test_a_file_is_chosen_shown_and_can_be_downloaded_whole(complete: str, tmp_p
     assert "Not in the artifact store of this dashboard" in text(check(app.selectbox[0].select_index(1).run()))
     with pytest.raises(ArtifactError, match="is no path below the artifact store"):
         data.artifact("../nsa.db", 1, "", "s3://b/p (node n)")
-
-
-def test_a_file_that_was_not_kept_or_is_not_here_is_told_on_the_point(complete: str):
-    with Store.open(complete) as opened:
-        for number in range(8):
-            about = {"run_id": RUN, "point_id": f"{RUN}/0", "message": f"file not kept: 'a/{number}'"}
-            opened.apply(EventRecord(level="warning", **about))
-    app = show("runs", run=RUN, point=f"{RUN}/0")
-    said = text(app)
-    assert "file not kept: 'a/4'" in said
-    assert "a/5" not in said
-    assert "3 more events" in said
-    assert "Not in the artifact store of this dashboard, `file://" in said
-    assert len(app.get("download_button")) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from example_databases import small_sweep
 from streamlit.testing.v1 import AppTest
 
 from jobs.schema.states import PointState, RunState
-from orchestrator.report.series import look
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunRecord, StartRecord
 
@@ -159,19 +158,3 @@ def test_without_a_number_against_a_length_scaling_says_so(database: str):
     said = text(show("scaling", run=run))
     assert "no numbers against a sequence length" in said
     assert "No finished point" not in said
-
-
-def test_names_in_a_legend_are_text_shown_whole_beside_their_marks():
-    def script(names):  # runs by itself: its names are its own
-        from dashboard.scaling import show_legend
-        from orchestrator.report import series
-
-        show_legend([(name, series.look("triton")) for name in names])
-
-    long = "Scalable-Flash-NSA, window by flash-attn-4  · · ·  ~ S^1.18 (1.17 to 1.20), 8K–64K"
-    hostile = "<script>alert(1)</script><b>x</b>\" onclick='y'"
-    app = AppTest.from_function(script, kwargs={"names": [long, hostile]}).run(timeout=60)
-    [element] = check(app).get("html")
-    html = element.proto.body
-    assert all(text in html for text in (long, f"color: {look('triton').color}", look("triton").sign))
-    assert not any(text in html for text in ("<script", "<b>", "onclick='"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,30 +67,3 @@ def test_a_file_that_is_not_its_journal_stays_as_it_is(
         path.write_bytes(content)
         cancelled("")
     assert path.read_bytes() == content
-
-
-@pytest.fixture
-def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes every file read-only, also for root."""
-    opened = Path.open
-
-    def refuse(path: Path, mode: str = "r", *args, **kwargs):
-        if mode.strip("bt") != "r":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, mode, *args, **kwargs)
-
-    return lambda: monkeypatch.setattr(Path, "open", refuse)
-
-
-def test_a_journal_that_cannot_be_written_is_no_sign_of_a_driver_but_its_lock_is(
-    nsa: Nsa, home: Path, stored, read_only, cancelled
-) -> None:
-    path = home / "own" / "journal.jsonl"
-    before = write(path, stored(path.parent))
-    with Journal(path):
-        read_only()
-        done = nsa("cancel", "r2")
-    assert (done.code, "its driver is alive" in done.err) == (2, True)
-    assert states(home) == {"pending"}
-    cancelled(f"{path} cannot be written")
-    assert path.read_bytes() == before

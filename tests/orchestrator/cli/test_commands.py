@@ -15,7 +15,7 @@ from jobs.schema.states import PointState
 from orchestrator.run import plan
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal
-from orchestrator.store.records import OutcomeRecord, RunRecord, StartRecord
+from orchestrator.store.records import OutcomeRecord, StartRecord
 
 DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
@@ -46,14 +46,6 @@ class TestWithResults:
         done = nsa(*command)
         assert done.code == 0
         assert all(re.search(text, done.out) for text in texts), done.out
-
-    def test_an_ambiguous_beginning_names_the_candidates(self, nsa: Nsa, home: Path) -> None:
-        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
-            store.apply(RunRecord(run_id="20261120-130000-b-0000", name="b", kind="scaling", spec={}, spec_hash="0"))
-        done = nsa("show", "20261120")
-        assert done.code == 2
-        assert RUN in done.err
-        assert "20261120-130000-b-0000" in done.err
 
     def test_a_point_that_is_measured_again_is_shown_with_what_counts(
         self, nsa: Nsa, home: Path, sweep: Callable[..., list]
@@ -117,11 +109,6 @@ class TestWithResults:
             store.apply_many(records)
         return path
 
-    def test_logs_of_a_local_run_suggest_point_logs(self, nsa: Nsa) -> None:
-        done = nsa("logs", "last")
-        assert done.code == 2
-        assert "--point" in done.err
-
 
 BAD = {
     "unknown key": ["submit", "{spec}", "--set", "lenghts=[512]", "--dry-run"],
@@ -160,15 +147,6 @@ def test_nothing_is_submitted_with_a_setting_that_cannot_work(
     assert done.code == 2
     assert done.err.startswith((f"error: {variable}", "error: gates"))
     assert len(done.err.strip().splitlines()) == 1
-
-
-def test_doctor_lists_every_setting_with_its_source(nsa: Nsa, home: Path) -> None:
-    done = nsa("doctor")
-    assert str(home) in done.out
-    for name in ("NSA_DATABASE_URL", "NSA_RAY_DASHBOARD", "NSA_ARTIFACTS", "NSA_DASHBOARD_PORT", "NSA_GATES"):
-        assert name in done.out
-    assert "environment" in done.out
-    assert "nsa db upgrade" in done.out  # no database yet, and how to make one
 
 
 def test_queries_before_any_run_give_a_fix_and_db_upgrade_is_one(nsa: Nsa) -> None:

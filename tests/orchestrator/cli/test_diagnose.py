@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from example_databases import HALF, RUN, complete, complete_file, database, half
 from nsa_command import Nsa
 
 from jobs.diagnosis.rank_state import Memory, RankState, identity
-from jobs.process import stacks
 from orchestrator.cli import diagnose as diagnosis
 from orchestrator.store import Store, queries
 from orchestrator.store import records as rec
@@ -94,41 +92,6 @@ def test_a_live_run_is_seen_from_outside(half_finished: str, diagnose: Nsa, busy
     assert psutil.pid_exists(busy)
 
 
-def test_a_gpu_counts_as_busy_or_not_once_its_training_has_begun(half_finished: str, diagnose: Nsa, busy: int) -> None:
-    rank = replace(_state(0, busy, "another boot 1 2", "far-away"), device="cuda", gpu="GPU-1")
-    _store(half_finished, [rank])
-    shares = [(-30, 0.0), (-20, 0.0), (-5, 98.0), (-3, 100.0)]
-    told = {"gpu_utilization": ("%", shares), "throughput": ("tok/s", [(-9, 5e4)])}
-    for name in told:
-        _, out, _ = diagnose("--attach", HALF[:13])
-        assert "busy 0 %" not in out, "before its first step nobody can tell"
-        unit, samples = told[name]
-        now = datetime.now(UTC).timestamp()
-        with Store.open(half_finished) as store:
-            store.apply(
-                rec.SeriesRecord(
-                    run_id=HALF, point_id=POINT, attempt=1, rank=0, name=name, unit=unit,
-                    steps=tuple(range(len(samples))), times=tuple(now + at for at, _ in samples),
-                    values=tuple(value for _, value in samples),
-                )
-            )  # fmt: skip
-    _, out, _ = diagnose("--attach", HALF[:13])
-    assert "| 99 % |" in out
-    assert "busy" not in out.partition("## Warnings")[2].partition("##")[0]
-
-
-def test_a_stack_that_changed_while_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    torn = (1, "Error: Failed to get stack traces\n")
-    bare = (0, 'Process 1\n\nThread 1 (active): "MainThread"\n')  # seen: a read between two frames
-    read = (0, bare[1] + "    train (busy.py:3)\n")
-    answers = iter([torn, bare, read])
-    monkeypatch.setattr(stacks, "run_tool", lambda *_: next(answers))
-    assert stacks.frames(os.getpid()) == ["train (busy.py:3)"]
-    monkeypatch.setattr(stacks, "run_tool", lambda *_: torn)
-    with pytest.raises(stacks.UnreadableStackError, match=r"^Error: Failed to get stack traces$"):
-        stacks.frames(os.getpid())
-
-
 def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, diagnose: Nsa) -> None:
     with Store.open(half_finished) as store:
         store.beat(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0)
@@ -153,25 +116,6 @@ def test_text_of_a_rank_neither_acts_on_a_terminal_nor_is_markdown(half_finished
     assert not re.search(r"(?<!\\)\]\(http", out)
     row = next(line for line in out.splitlines() if line.startswith("| 0 |") and "owned" in line)
     assert len(re.findall(r"(?<!\\)\|", row)) == 9
-
-
-SOUND = {"rank": 0, "ranks": 1, "step": 1, "host": "h", "pid": 1, "process": "", "device": "cpu", "gpu": ""} | {
-    "cores": "0-3,8", "threads": 1, "route": {}, "versions": {}, "memory": {}
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("rank", []), ("pid", -1), ("threads", 2**63), ("host", 3), ("cores", "a-b"), ("cores", "0-99999999999")),
-        *(("versions", [1]), ("memory", {"boot": {"resident": "x"}}), ("memory", {"boot": 3}), ("more", 1)),
-    ],
-)
-def test_a_state_of_wrong_values_is_passed_over(name: str, value: object) -> None:
-    sound = RankState.from_json(json.dumps(SOUND))
-    assert sound is not None
-    assert asdict(sound) == SOUND
-    assert RankState.from_json(json.dumps(SOUND | {name: value})) is None
 
 
 def test_what_is_not_live_is_refused_in_a_line(complete: str, diagnose: Nsa) -> None:

@@ -12,11 +12,10 @@ from ray._private.runtime_env.packaging import get_uri_for_directory
 
 from orchestrator.execute.artifacts import ArtifactStore, Source
 from orchestrator.run import driver
-from orchestrator.store import Store, importer, queries
+from orchestrator.store import Store
 from orchestrator.store.records import ArtifactData, ArtifactRecord
 
 RUN = "20261120-120000-demo-abcd"
-OUR_RUNS = Path(__file__).resolve().parents[3] / "docs" / "results" / "data"
 READY = Path(__file__).resolve().parents[3] / "jobs" / "configs"
 
 
@@ -118,12 +117,6 @@ def test_init_keeps_env_out_of_what_ray_sends(here: Path, nsa: Nsa, before: byte
     assert get_uri_for_directory(str(here), include_gitignore=False) == uri
 
 
-def test_init_warns_where_it_cannot_keep_env_from_ray(here: Path, nsa: Nsa) -> None:
-    (here / ".rayignore").symlink_to(here / "gone")
-    assert "warning: .rayignore: cannot be written (No such file or directory); add the l" in nsa("init").err
-    assert not (here / "gone").exists()
-
-
 @pytest.mark.parametrize(
     ("command", "error"),
     [
@@ -140,22 +133,3 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_way_out(
 ) -> None:
     (here / "file").touch()
     assert nsa(*command).err.startswith(error)
-
-
-def test_reference_data_is_imported_from_the_package(here: Path, nsa: Nsa, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store small journals alone: tests/deploy/test_results.py stores all."""
-    given, store_file = list[str](), importer.import_file
-
-    def import_small(store: Store, path: Path) -> importer.ImportSummary | None:
-        given.append(path.name)
-        return store_file(store, path) if path.suffix == ".csv" or path.stat().st_size < 7000 else None
-
-    monkeypatch.setattr(importer, "import_file", import_small)
-    assert nsa("import", "--reference").code == 0
-    with Store.open(f"sqlite:///{here / 'nsa.db'}", readonly=True) as store:
-        assert len(queries.runs(store, origin="reported", limit=None)) >= 3
-        ours = queries.runs(store, origin="measured", limit=None)
-    journals = {path.name: path.stat().st_size for path in OUR_RUNS.glob("*.jsonl.gz")}
-    assert {name for name in given if name.endswith(".jsonl.gz")} == set(journals)
-    assert set(ours["run_id"]) == {name.removesuffix(".jsonl.gz") for name, size in journals.items() if size < 7000}
-    assert "NVIDIA H200" in set(ours["gpu"])

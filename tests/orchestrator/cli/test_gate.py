@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from nsa_command import Nsa
 from statements import verdicts_of
 
-from orchestrator.cli.submission import Node
-from orchestrator.judge.decisions import decisions
-from orchestrator.judge.rules import DEFAULT_GATES, load_gates
-from orchestrator.judge.verdicts import judge
+from orchestrator.judge.rules import DEFAULT_GATES
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord
 
@@ -84,14 +80,3 @@ def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
     code, _, err = nsa("resolve", "linear-scaling/tpu")
     assert code == 2
     assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m, m7c-125m/1x-a100," in err
-
-
-@pytest.mark.parametrize(
-    ("gpus", "accelerators", "fits"), [(1, {"A100"}, True), (4, {"A100"}, True), (1, {"H100"}, False), (0, {}, False)]
-)
-def test_a_node_fits_by_its_cards(gpus: int, accelerators: set[str], fits: bool):
-    gates = load_gates().only("m7c-125m/1x-a100")
-    step = decisions(gates, judge([], gates))[0].steps[0]
-    node = Node(gpus, frozenset(accelerators))
-    assert node.can_run(step) is fits
-    assert not node.can_run(dataclasses.replace(step, gpus=8))

@@ -9,18 +9,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import free_ports
 from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
-from orchestrator.cli.services import Service, ServiceError
+from orchestrator.cli.services import ServiceError
 from orchestrator.execute import ray_folder
 from orchestrator.settings import Settings
 
@@ -105,47 +103,10 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
     assert services.down(settings) == []
 
 
-def test_a_server_that_is_faster_than_the_service_is_not_taken_for_it(settings: Settings, monkeypatch) -> None:
-    command = (sys.executable, "-c", "import time; time.sleep(60)")
-    service = Service("ray", command, settings.ray_dashboard, "", "", settings.home / "ray")
-    monkeypatch.setattr(services, "local_services", lambda *_: [service])
-    monkeypatch.setattr(services, "answers", lambda *_: True)
-    services._start(settings, service)
-    with pytest.raises(ServiceError, match="is already in use by a process that `nsa up` did not start"):
-        services._await(settings, service, noted=False)
-
-
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
     assert services.status(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
-
-
-def test_two_ups_at_once_start_a_service_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[subprocess.Popen[Any]] = []
-    popen = subprocess.Popen
-
-    def start(*args: Any, **options: Any) -> subprocess.Popen[Any]:
-        begun.append(popen(*args, **options))
-        return begun[-1]
-
-    service = Service("slow", ("sleep", "60"), "http://127.0.0.1:1", "", "", settings.home / "slow")
-    monkeypatch.setattr(services, "local_services", lambda *_: [service])
-    monkeypatch.setattr(services, "answers", lambda *_: bool(time.sleep(0.2)))
-    monkeypatch.setattr(services, "_await", lambda *_, **__: None)
-    monkeypatch.setattr(services.subprocess, "Popen", start)
-    try:
-        ups = [threading.Thread(target=services.up, args=(settings,)) for _ in range(2)]
-        for one in ups:
-            one.start()
-        for one in ups:
-            one.join()
-        assert len(begun) == 1
-        assert services.down(settings) == ["slow"]
-    finally:
-        for process in begun:
-            process.kill()
-            process.wait()
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 from nsa_command import Nsa
-from ray.dashboard.modules.version import CURRENT_VERSION
 
 from orchestrator.cli import services, submission
 from orchestrator.cli.submission import SubmissionError, Submitted
@@ -20,47 +17,6 @@ from orchestrator.execute.upload import Upload
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings
 from orchestrator.store import Store
-
-
-class _Server(BaseHTTPRequestHandler):
-    """A job server that knows no job, and hangs up on who asks for the job "gone"."""
-
-    def do_GET(self) -> None:
-        if "/gone" in self.path:
-            self.connection.close()
-        elif self.path == "/api/version":
-            self._say(200, json.dumps({"version": CURRENT_VERSION, "ray_version": "2.60.0", "ray_commit": ""}))
-        else:
-            self._say(404, "Job does not exist\nTraceback")
-
-    do_POST = do_PUT = do_GET  # noqa: N815
-
-    def _say(self, code: int, text: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def settings() -> Iterator[Settings]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield Settings(ray_dashboard=f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("job", ["raysubmit_1", "gone"])
-@pytest.mark.parametrize("ask", [lambda *of: list(submission.follow(*of)), submission.log, submission.job_status])
-def test_a_job_that_the_cluster_does_not_know_is_told(settings: Settings, ask: Callable, job: str):
-    with pytest.raises(SubmissionError, match=rf"^job: '{job}': .*; `ray job list` lists the jobs$") as caught:
-        ask(settings, job)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -183,32 +183,3 @@ def test_the_share_of_each_branch_and_the_take_over_are_told(sqlite_store: Store
     assert "Stages of unknown names, which count as other: brand_new." in shown
     assert "S/32 on average, where dense attention sees S/2: 1/16 of its work" in shown
     assert text.index("## Growth") < text.index("## Share of each branch") < text.index("## Stages of")
-
-
-def test_growth_is_fitted_per_sequence_with_local_exponents_beside_it(sqlite_store: Store, rows: Rows):
-    rows.into(sqlite_store)
-    shown = table(report(sqlite_store, [RUN]), "Growth")
-    fitted = "| 12/2 d64 | triton | peak_extra_memory | S^0.98 (0.94 to 1.02) | 8,192 to 131,072 | 4 |"
-    (line,) = [line for line in shown.splitlines() if line.startswith(fitted)]
-    assert line.endswith("| 8K to 32K 1.0, 64K 1.0, 128K 1.0 |")
-    assert "dense-flash" in shown
-    assert "| 8K to 32K 1.0, 64K 0.0, 128K 0.0 |" in shown  # time, made constant from 32,768 on
-
-
-def test_points_that_lack_a_place_or_a_logarithm_are_no_line_and_no_fit(sqlite_store: Store, rows: Rows):
-    """As a journal from elsewhere may have them."""
-    rows.timed("naive", 8192, 1.0, 4.0, 0.0, "naive")
-    rows.timed("naive", 16384, 1.0, 4.0, 10.0, "naive")
-    rows.timed("naive", 32768, 1.0, 4.0, 20.0, "naive")
-    for lacking in ("query_heads", "seq_len", "implementation"):
-        rows.add("reference", BOTH, 4096, [MetricData(name="time", unit="ms", value=7.0)])
-        point = rows.records[-2]
-        assert isinstance(point, PointRecord)
-        rows.records[-2] = point.model_copy(update={"axes": point.axes | {lacking: None}})
-    rows.into(sqlite_store)
-    text = report(sqlite_store, [RUN])
-    assert "| triton |" in table(text, "Operator")
-    assert "reference" not in table(text, "Operator")
-    assert "| triton | peak_extra_memory |" in table(text, "Growth")
-    assert "| naive | time |" in table(text, "Growth")
-    assert "| naive | peak_extra_memory |" not in table(text, "Growth")

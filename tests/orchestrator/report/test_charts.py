@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from jobs.schema.quantities import SHARED, THROUGHPUT, Plot
+from jobs.schema.quantities import SHARED
 from orchestrator.judge.analysis import fits_frame, scaling_fits
 from orchestrator.report import charts
 from orchestrator.report.scaling_chart import scaling_chart
@@ -67,17 +67,6 @@ def svg(chart: alt.LayerChart | alt.Chart) -> str:
     return vl_convert.vegalite_to_svg(chart.to_json())
 
 
-def test_a_law_in_the_legend_has_its_exponent_its_interval_and_its_lengths(rows: pd.DataFrame):
-    chosen = measured(rows)
-    fits = fitted(chosen)
-    laws = fits[fits["metric"] == "time"].set_index("implementation")
-    assert laws["exponent"]["naive"] == pytest.approx(2, abs=0.05)
-    assert series(scaling(chosen, fits=fits)) == [
-        f"{name}  ~ S^{law['exponent']:.2f} ({law['ci_low']:.2f} to {law['ci_high']:.2f}), 512–4K"
-        for name, law in laws.loc[["chunked", "dense", "naive"]].iterrows()
-    ]
-
-
 def test_a_curve_spans_the_lengths_that_it_rests_on_and_other_points_are_paler(rows: pd.DataFrame):
     chosen = measured(rows).query("implementation == 'naive' and metric == 'time'")
     fits = fits_frame([replace(fit, lengths=(2048, 4096)) for fit in scaling_fits(chosen)])
@@ -115,13 +104,6 @@ def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
     assert any(mark["type"] == "line" and mark.get("strokeDash") == [7, 4] for mark in marks)
 
 
-@pytest.mark.parametrize(("plot", "guides"), [(Plot.RATE, {"linear", "S²"}), (Plot.STEP_RATE, {"constant", "~ 1/S"})])
-def test_a_steps_throughput_has_separate_guides(rows: pd.DataFrame, plot: Plot, guides: set[str]):
-    """A constant rate means linear time for a pass over S tokens, but constant time for a step of one token."""
-    chart, _ = scaling_chart(measured(rows), NONE, replace(THROUGHPUT, plot=plot))
-    assert {row["guide"] for row in data(chart, "guide")} == guides
-
-
 def looks_in(chart: alt.LayerChart) -> dict[str, tuple[str, str]]:
     """Colour and mark of each implementation in a chart's legend."""
     found = {}
@@ -154,12 +136,3 @@ def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataF
     assert chart.to_dict()["title"]["text"] == "drawn: 240 of 6,003 points, 60 of 1,501 series"
     assert "i0" not in set(drawn(chart)["implementation"])
     assert "title" not in scaling(one).to_dict()
-
-
-def test_the_local_exponents_are_drawn_between_their_lengths(rows: pd.DataFrame):
-    fits = fitted(measured(rows).query("metric == 'time'"))
-    chart, _ = charts.local_chart(fits, SHARED)
-    assert "local exponent of time" in svg(chart)
-    naive = {row["range"]: row["exponent"] for row in data(chart, "range") if row["series"].startswith("naive")}
-    assert set(naive) == {"512 to 1K", "1K to 2K", "2K to 4K"}
-    assert naive["2K to 4K"] == pytest.approx(2, abs=0.1)

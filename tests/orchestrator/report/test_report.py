@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -136,14 +130,6 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
         assert text.count("evil.invalid") > 20  # it is shown
 
 
-def test_controls_in_texts_of_a_run_leave_its_charts_whole(sqlite_store: Store, sweep, tmp_path: Path):
-    begun, *more = sweep(RUN, laws={"chunked": 1.0}, lengths=(512, 1024))
-    sqlite_store.apply_many([begun.model_copy(update={"source": "a\x1b[31m\ufffe", "name": "b\x07"}), *more])
-    files = write_report(sqlite_store, [RUN], tmp_path / "a.md")
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
-    assert not re.search("[\x1b\x07\ufffe]", report(sqlite_store, [RUN], format="html"))
-
-
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
     files = write_report(filled, [RUN], tmp_path / "out" / "demo.md")
     assert [file.name for file in files] == ["demo.md", "demo-time.png", "demo-peak-extra-memory.png"]
@@ -158,21 +144,6 @@ def test_html_needs_no_other_file(filled: Store, tmp_path: Path):
     assert "<h2>Verdict linear-scaling/cpu: NO-GO</h2>" in text
     assert "src=" not in text
     assert "<link" not in text
-
-
-def test_csv_and_json_hold_the_points(filled: Store):
-    rows = list(csv.DictReader(io.StringIO(report(filled, [RUN], format="csv"))))
-    assert {row["state"] for row in rows if not row["metric"]} == {"hang", "skipped"}
-    (run,) = json.loads(report(filled, [RUN], format="json"))
-    assert len(run["points"]) == 8
-
-
-def test_a_run_without_results_is_reported_too(sqlite_store: Store, sweep):
-    sqlite_store.apply_many(sweep()[:2])
-    text = report(sqlite_store, [RUN])
-    assert "| pending |" in text
-    assert "brackets hold the interval of the median, of six samples or more.\n\nNone." in text
-    assert "<h2>Scaling</h2>" in report(sqlite_store, [RUN], format="html")
 
 
 def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(sqlite_store: Store, sweep):
@@ -194,17 +165,3 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
 def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
     with pytest.raises(ReportError, match=message):
         call(sqlite_store)
-
-
-def test_without_docstrings_the_error_names_their_variable(sqlite_store: Store, sweep, tmp_path: Path):
-    sqlite_store.apply_many(sweep(lengths=(512, 1024, 2048)))
-    env = {**os.environ, "PYTHONOPTIMIZE": "2", "NSA_DATABASE_URL": f"sqlite:///{sqlite_store.engine.url.database}"}
-    command = "from orchestrator.cli.commands import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "report", "last", "--out", str(tmp_path / "a.md")],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.splitlines()) == (
-        2,
-        ["error: PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it"],
-    )

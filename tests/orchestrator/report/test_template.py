@@ -54,10 +54,6 @@ def test_html_escapes_as_html(rendered: Render) -> None:
     assert "<td>a &amp; b</td><td>2.5</td>" in text
 
 
-def test_csv_stays_plain(rendered: Render) -> None:
-    assert rendered("{% for x in ['a|b*', none, 1234.5678] %}{{ x }},{% endfor %}", "rows.csv.j2") == "a|b*,,1234.5678,"
-
-
 def test_a_spec_gives_its_points_or_names_what_would_measure_them(rendered: Render) -> None:
     text = rendered(
         "{% set short = spec('train_m7c.yaml', 'seq_len=512') %}{{ short.cell('time') }}\n{{ short.command|code }}"
