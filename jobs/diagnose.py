@@ -6,19 +6,18 @@ with its fix. `nsa diagnose --attach RUN` says the same of a training that runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from jobs import train
 from jobs.diagnosis.advice import Diagnosis, advise
-from jobs.diagnosis.rank_state import PHASES, RankState
+from jobs.diagnosis.rank_state import PHASES
 from jobs.diagnosis.text import describe
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Measurement, Metric, reporter
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.metrics import RANK_IMBALANCE, measurement
-from jobs.training.report import RankReport
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
 
@@ -51,39 +50,24 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """
     reports = train.trained(case, beat)
     result = measurement(case, reports)
-    found = diagnosis(reports, result)
+    ranks = [report.state for report in reports]
+    hosts = {report.topology.host: report.topology for report in reports if report.topology is not None}
+    found = Diagnosis(
+        ranks=ranks,
+        hosts=list(hosts.values()),
+        variables=reports[0].environment["variables"],
+        utilization={each.state.rank: each.utilization.value for each in reports if each.utilization is not None},
+        imbalance=next((metric.value for metric in result.metrics if metric.name == RANK_IMBALANCE.name), None),
+    )
     advice = advise(found)
     for each in advice:
         reporter(beat).warn(f"{each.what}; {each.fix}")
-    metrics = [Metric.of(WARNINGS, len(advice), method="in diagnosis.md, each with its fix"), *memory(found.ranks)]
-    files = {**result.files, "diagnosis.md": describe(found, advice)}
-    environment = {**result.environment, "hosts": [host.placement() for host in found.hosts]}
-    return replace(result, metrics=(*metrics, *result.metrics), files=files, environment=environment)
-
-
-def diagnosis(reports: Sequence[RankReport], result: Measurement) -> Diagnosis:
-    """The diagnosis of a training from the reports of its ranks and its results."""
-    states = [report.state for report in reports]
-    hosts = {report.topology.host: report.topology for report in reports if report.topology is not None}
-    return Diagnosis(
-        ranks=states,
-        hosts=list(hosts.values()),
-        variables=reports[0].environment["variables"],
-        utilization={
-            state.rank: report.utilization.value
-            for state, report in zip(states, reports, strict=True)
-            if report.utilization is not None
-        },
-        imbalance=next((metric.value for metric in result.metrics if metric.name == RANK_IMBALANCE.name), None),
-    )
-
-
-def memory(ranks: Sequence[RankState]) -> list[Metric]:
-    """Memory by phase: of the rank that has the most; samples are one a rank."""
-    metrics = []
+    metrics = [Metric.of(WARNINGS, len(advice), method="in diagnosis.md, each with its fix")]
     for (phase, size), quantity in PHASE_MEMORY.items():
         sizes = [getattr(rank.memory[phase], size) for rank in ranks if phase in rank.memory]
         if sizes and None not in sizes:
             method = f"{PHASES[phase]}; samples: ranks; value: the highest"
             metrics.append(Metric.of(quantity, max(sizes), tuple(sizes), method))
-    return metrics
+    files = {**result.files, "diagnosis.md": describe(found, advice)}
+    environment = {**result.environment, "hosts": [host.placement() for host in found.hosts]}
+    return replace(result, metrics=(*metrics, *result.metrics), files=files, environment=environment)

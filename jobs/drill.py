@@ -5,6 +5,7 @@ Only the time of each point is measured; the result is the state in which the po
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -72,8 +73,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
 
     from jobs.hardware.environment import environment
 
-    start = time.perf_counter()
-    device = torch.device(case.device)
+    start, device = time.perf_counter(), torch.device(case.device)
     beat("drill")
     _behave(case, device, beat)
     elapsed = Metric.of(ELAPSED, time.perf_counter() - start, method="performance counter")
@@ -95,9 +95,7 @@ def _behave(case: Case, device: torch.device, beat: Beat) -> None:
             while True:
                 time.sleep(3600)
         case "timeout":  # only the point's own deadline ends it
-            done = 0
-            while True:
-                done += 1
+            for done in itertools.count(1):
                 beat("working without end", done)
                 time.sleep(0.2)
         case "crash":  # as under the kernel's out-of-memory killer

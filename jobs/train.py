@@ -21,14 +21,14 @@ from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, case_fields, does_not_fit, heads_of
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
-from jobs.training.case import Layout, Parallel, TextCase, divided, implementation
+from jobs.training.case import Layout, Parallel, TextCase, divided
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
-from jobs.training.report import RankReport, train_rank
+from jobs.training.rank import RankReport, train_rank
 from nsa_core.backends import default
 from nsa_core.model import PRESETS
 
@@ -47,94 +47,72 @@ class TrainingSpec(JobSpec):
     nsa: NSA | None = Field(default=None, description="None: the preset's")
     backend: str = Field(default="auto", description="of NSA; dense attention has its own")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
-    compile: bool = Field(
-        default=False,
-        description="torch.compile the training step's passes, or fail; the first step then takes a minute or more: "
-        "see deadlines.heartbeat_s",
-    )
-    cuda_graphs: bool = Field(
-        default=False,
-        description="replay a compiled training's passes as CUDA graphs: the host's time of short steps goes, and the "
-        "memory of the passes stays taken",
-    )
+    compile: bool = Field(default=False, description="torch.compile the passes, or fail; the first step takes minutes")
+    cuda_graphs: bool = Field(default=False, description="replay compiled passes as CUDA graphs, whose memory stays")
     seq_len: int = Field(ge=2, le=2**27)
     batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
     ranks: Count = Field(default=1, description="processes that train together, each on its own GPU")
-    micro_batch: Count | None = Field(
-        default=None, description="sequences of one rank in one pass; None: its whole part of the batch"
-    )
+    micro_batch: Count | None = Field(default=None, description="sequences of a rank in one pass; None: its whole part")
     parallel: Parallel = Field(
         default="ddp",
         description="ddp: every rank has all weights; replicate: the same without DDP's buckets; fsdp: weights and "
         "optimizer are sharded (FSDP2)",
     )
-    gradient_compression: Literal["bf16"] | None = Field(
-        default=None, description="dtype in which gradients are summed over ranks; None: float32"
-    )
-    bucket_mb: float | None = Field(
-        default=None, gt=0, le=2**16, description="MB of gradients that DDP sums at a time; None: PyTorch's choice"
-    )
+    gradient_compression: Literal["bf16"] | None = Field(default=None, description="dtype of sums over ranks")
+    bucket_mb: float | None = Field(default=None, gt=0, le=2**16, description="MB of gradients that DDP sums at a time")
     steps: int = Field(ge=5, le=2**31, description="of the learning rate's schedule, which end the training")
-    checkpoints: CheckpointSpec | None = Field(
-        default=None, description="None: none; an interrupted training then begins anew"
-    )
-    restarts: int = Field(
-        default=0, ge=0, le=100, description="how often a training whose process died goes on from its last checkpoint"
-    )
+    checkpoints: CheckpointSpec | None = Field(default=None, description="None: an interrupted training begins anew")
+    restarts: int = Field(default=0, ge=0, le=100, description="after a process died, from the last checkpoint")
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     optimizer: OptimizerSpec = OptimizerSpec()
     data: DataSpec = DataSpec()
     plan: TrainingPlan | None = Field(default=None, description="the long run that this short one is to judge")
 
     @model_validator(mode="after")
-    def _check_steps(self) -> Self:
-        """Refuse steps that end within the warm-up or do not divide, and restarts from no checkpoint."""
+    def _check_mode(self) -> Self:
+        """Refuse what cannot be done, and settings that would change nothing."""
         check_warm_up(self.optimizer, self.steps)
-        divided(self.batch, self.ranks, self.micro_batch)
-        if self.checkpoints is None and self.restarts:
-            raise ValueError(
+        _, accumulation = divided(self.batch, self.ranks, self.micro_batch)
+        mistakes = [
+            (
+                self.checkpoints is None and self.restarts,
                 f"restarts: {self.restarts}: there is no checkpoint to restart from; add 'checkpoints: {{every: N}}', "
-                "or leave restarts out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_effect(self) -> Self:
-        """Refuse settings of several ranks, and fields of nsa, that would change nothing."""
-        for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None)):
-            if self.ranks == 1 and (value := getattr(self, name)) != usual:
-                raise ValueError(
-                    f"{name}: {value!r}: has no effect on one rank; leave it out, or set ranks to 2 or more"
+                "or leave restarts out",
+            ),
+            *(
+                (
+                    self.ranks == 1 and getattr(self, name) != usual,
+                    f"{name}: {getattr(self, name)!r}: has no effect on one rank; leave it out, or set ranks to 2 or "
+                    "more",
                 )
-        if self.bucket_mb is not None and self.parallel != "ddp":
-            name = "FSDP2" if self.parallel == "fsdp" else self.parallel
-            raise ValueError(
-                f"bucket_mb: {self.bucket_mb:g}: {name} has no buckets; leave it out, or use parallel: ddp"
-            )
-        if self.gradient_compression is not None and self.parallel == "replicate":
-            raise ValueError(
+                for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None))
+            ),
+            (
+                self.bucket_mb is not None and self.parallel != "ddp",
+                f"bucket_mb: {self.bucket_mb or 0:g}: {self.parallel} has no buckets; leave it out, or use "
+                "parallel: ddp",
+            ),
+            (
+                self.gradient_compression is not None and self.parallel == "replicate",
                 f"gradient_compression: {self.gradient_compression}: replicate averages gradients as they are; leave "
-                "it out, or use parallel: ddp"
-            )
-        names = [self.backend if attention == "nsa" else attention for attention in self.attention]
-        refuse_idle(self, self.nsa, names, self.precision)
-        return self
-
-    @model_validator(mode="after")
-    def _check_graphs(self) -> Self:
-        """Refuse CUDA graphs where PyTorch captures none, or where a replay would overwrite gradients."""
-        reasons = [
+                "it out, or use parallel: ddp",
+            ),
+        ]
+        no_graphs = [  # PyTorch captures none, or a replay would overwrite gradients
             (not self.compile, "only compiled passes are captured; set compile, or leave it out"),
             (self.device != "cuda", "a CPU has none; use device: cuda, or leave it out"),
             (self.parallel == "fsdp", "FSDP2 gathers weights in other places in each step; use parallel: ddp"),
             (
-                self.layout.accumulation > 1,
-                f"a step's {self.layout.accumulation} passes would overwrite each other's gradients; use micro_batch "
+                accumulation > 1,
+                f"a step's {accumulation} passes would overwrite each other's gradients; use micro_batch "
                 f"{self.batch // self.ranks}, or leave it out",
             ),
         ]
-        if self.cuda_graphs and (why := next((why for wrong, why in reasons if wrong), None)):
-            raise ValueError(f"cuda_graphs: true: {why}")
+        mistakes += [(self.cuda_graphs and wrong, f"cuda_graphs: true: {why}") for wrong, why in no_graphs]
+        if text := next((text for wrong, text in mistakes if wrong), None):
+            raise ValueError(text)
+        names = [self.backend if attention == "nsa" else attention for attention in self.attention]
+        refuse_idle(self, self.nsa, names, self.precision)
         return self
 
     @model_validator(mode="after")
@@ -190,7 +168,7 @@ class TrainingSpec(JobSpec):
             checkpointing=self.checkpointing,
         )
         case = Case(
-            implementation=implementation(model),
+            implementation="dense" if attention == "dense" else backend,
             seq_len=self.seq_len,
             batch=self.batch,
             dtype=self.precision,
@@ -250,11 +228,7 @@ class Spec(TrainingSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Train in this process, or on several ranks.
-
-    Raises:
-        As trained.
-    """
+    """Train in this process, or on several ranks. Raises as `trained`."""
     return measurement(case, trained(case, beat))
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-import psutil
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch.cuda import nccl
 
 from jobs.hardware.machine import installed
 from jobs.hardware.topology import cores_of, ranges
+from jobs.measure.memory import resident_bytes
 from jobs.schema.point import Beat, reporter
 from jobs.training.live import memory_mib
 
@@ -26,53 +25,38 @@ BOOT, LOADER, FIRST_STEP, NOW = "boot", "loader", "step_1", "now"
 PHASES = {BOOT: "at boot", LOADER: "after the loader", FIRST_STEP: "at step 1", NOW: "now"}
 """Moments at which a rank's memory is noted, and their words."""
 
-_CORES = re.compile(r"(\d{1,6}(-\d{1,6})?(,(?=\d)|$))*")
-_PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "ray")
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+Cores = Annotated[str, Field(pattern=r"^(\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*)?$")]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a rank's process [MiB].
+    """Memory of a rank's process [MiB]; None where it is unknown."""
 
-    Attributes:
-        resident: in the host's memory; None if unknown.
-        allocated: most that PyTorch's tensors took on the GPU so far; None on a CPU.
-        reserved: held on the GPU by PyTorch's allocator; None on a CPU.
-    """
-
-    resident: float | None
-    allocated: float | None = None
-    reserved: float | None = None
+    resident: float | None  # in the host's memory
+    allocated: float | None = None  # most that PyTorch's tensors took on the GPU so far
+    reserved: float | None = None  # held on the GPU by PyTorch's allocator
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank.
-
-    Attributes:
-        step: steps done.
-        process: identity of its process (`identity`).
-        gpu: UUID of its GPU; "" on a CPU.
-        cores: cores that it may run on, as ranges ("0-3,8").
-        route: kernels that really ran, by branch.
-        memory: by phase (PHASES).
-    """
+    """State of a rank."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    rank: int
-    ranks: int
-    step: int
+    rank: Number
+    ranks: Number
+    step: Number  # steps done
     host: str
-    pid: int
-    process: str
+    pid: Number
+    process: str  # its `identity`
     device: str
-    gpu: str
-    cores: str
-    threads: int
-    route: Mapping[str, str] = field(default_factory=dict)
+    gpu: str  # its UUID; "" on a CPU
+    cores: Cores  # that it may run on ("0-3,8")
+    threads: Number
+    route: Mapping[str, str] = field(default_factory=dict)  # kernels that really ran, by branch
     versions: Mapping[str, str] = field(default_factory=dict)
-    memory: Mapping[str, Memory] = field(default_factory=dict)
+    memory: Mapping[str, Memory] = field(default_factory=dict)  # by phase (PHASES)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -81,20 +65,12 @@ class RankState:
     def from_json(cls, text: str) -> RankState | None:
         """The state in a file's text; None if it is torn, or was written by other code."""
         try:
-            state = _STATE.validate_json(text)
+            return _STATE.validate_json(text)
         except ValidationError:
             return None
-        numbers = (state.rank, state.ranks, state.step, state.pid, state.threads)
-        sound = all(0 <= number < 2**63 for number in numbers) and _CORES.fullmatch(state.cores)
-        return state if sound else None
 
 
 _STATE = TypeAdapter(RankState)
-
-
-def file_name(rank: int) -> str:
-    """Name of the file with a rank's state; those of an attempt's further processes are numbered by Reporter.keep."""
-    return f"rank{rank}.json"
 
 
 def identity(pid: int) -> str | None:
@@ -103,12 +79,9 @@ def identity(pid: int) -> str | None:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-    try:
+    boot, namespace = socket.gethostname(), ""
+    with contextlib.suppress(OSError):  # a sandbox may hide either
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # of the kernel's start
-    except OSError:  # of a sandbox
-        boot = socket.gethostname()
-    namespace = ""
-    with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     return f"{boot} {namespace} {pid} {started}"
 
@@ -124,16 +97,14 @@ class Notes:
 
     def note(self, phase: str) -> None:
         """Note the present memory; waits for no GPU."""
-        resident = round(psutil.Process().memory_info().rss / 2**20, 1)
-        if self._device.type != "cuda":
-            self._memory[phase] = Memory(resident)
-            return
-        reserved = torch.cuda.memory_reserved(self._device) / 2**20
-        self._memory[phase] = Memory(resident, round(memory_mib(self._device), 1), round(reserved, 1))
+        gpu: list[float] = []
+        if self._device.type == "cuda":
+            gpu = [round(memory_mib(self._device), 1), round(torch.cuda.memory_reserved(self._device) / 2**20, 1)]
+        self._memory[phase] = Memory(round(resident_bytes() / 2**20, 1), *gpu)
 
     def first_step(self, step: int, route: Mapping[str, str]) -> None:
         self.note(FIRST_STEP)
-        self._report.keep(file_name(self._rank), self.state(step, route).to_json())
+        self._report.keep(f"rank{self._rank}.json", self.state(step, route).to_json())
 
     def state(self, step: int, route: Mapping[str, str]) -> RankState:
         """The state of this rank."""
@@ -141,6 +112,10 @@ class Notes:
         if self._device.type == "cuda":
             uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             gpu = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        packages = ("torch", "triton", "flash-attn", "flash-attn-4", "ray")
+        versions = {name: version for name in packages if (version := installed(name))}
+        if torch.cuda.is_available():
+            versions |= {"cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl.version()))}
         return RankState(
             rank=self._rank,
             ranks=self._ranks,
@@ -153,15 +128,6 @@ class Notes:
             cores=ranges(cores_of(pid)),
             threads=torch.get_num_threads(),
             route=dict(route),
-            versions=_versions(),
+            versions=versions,
             memory=dict(self._memory),
         )
-
-
-def _versions() -> dict[str, str]:
-    found = {name: version for name in _PACKAGES if (version := installed(name))}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    return found

@@ -16,8 +16,7 @@ Shown = Callable[..., str]
 
 def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file) -> str:
     """Warnings first, then memory, routes, hosts and versions."""
-    warnings = [f"- {shown(f'{each.what}; {each.fix}')}" for each in advice]
-    lines = ["## Warnings\n", *(warnings or ["none"]), ""]
+    lines = ["## Warnings\n", *([f"- {shown(f'{each.what}; {each.fix}')}" for each in advice] or ["none"]), ""]
     if found.ranks:
         lines += [*_memory(found.ranks, shown), "", *_ranks(found, shown), ""]
     for host in found.hosts:
@@ -31,14 +30,13 @@ def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file
     return "\n".join(lines) + "\n"
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) -> Iterator[str]:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) -> list[str]:
     """Lines of a Markdown table, whose cells are text alone."""
-    cells = ([shown(cell) for cell in row] for row in rows)
-    for line in (columns, ["---"] * len(columns), *cells):
-        yield f"| {' | '.join(line)} |"
+    cells = [columns, ["---"] * len(columns), *([shown(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in cells]
 
 
-def _memory(ranks: Sequence[RankState], shown: Shown) -> Iterator[str]:
+def _memory(ranks: Sequence[RankState], shown: Shown) -> list[str]:
     gpu = any(rank.gpu for rank in ranks)
 
     def sizes(memory: Memory | None) -> str:
@@ -47,34 +45,30 @@ def _memory(ranks: Sequence[RankState], shown: Shown) -> Iterator[str]:
         numbers = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
         return " / ".join("-" if size is None else f"{size:,.0f}" for size in numbers)
 
-    yield f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
-    rows = ([str(rank.rank), *(sizes(rank.memory.get(phase)) for phase in PHASES)] for rank in ranks)
-    yield from _table(["rank", *PHASES.values()], rows, shown)
+    rows = [[str(rank.rank), *(sizes(rank.memory.get(phase)) for phase in PHASES)] for rank in ranks]
+    title = f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
+    return [title, *_table(["rank", *PHASES.values()], rows, shown)]
 
 
-def _ranks(found: Diagnosis, shown: Shown) -> Iterator[str]:
+def _ranks(found: Diagnosis, shown: Shown) -> list[str]:
     rows = []
     for rank in found.ranks:
-        busy = found.utilization.get(rank.rank)
-        route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items())
-        place = [str(rank.rank), rank.host, str(rank.pid), rank.gpu or "-", rank.cores or "-", str(rank.threads)]
-        rows.append([*place, "-" if busy is None else f"{busy:.0f} %", route or "-"])
-    yield "## Ranks\n"
-    yield from _table(["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"], rows, shown)
+        busy = f"{found.utilization[rank.rank]:.0f} %" if rank.rank in found.utilization else "-"
+        route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items()) or "-"
+        place = [rank.host, str(rank.pid), rank.gpu or "-", rank.cores or "-", str(rank.threads)]
+        rows.append([str(rank.rank), *place, busy, route])
+    lines = _table(["rank", "host", "pid", "GPU", "cores", "threads", "busy", "route"], rows, shown)
     if found.imbalance is not None:
-        yield f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean."
-    versions = {f"{name} {version}": 0 for rank in found.ranks for name, version in rank.versions.items()}
-    yield f"\nVersions: {shown(', '.join(versions)) or 'unknown'}"
+        lines.append(f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean.")
+    versions = dict.fromkeys(f"{name} {version}" for rank in found.ranks for name, version in rank.versions.items())
+    return ["## Ranks\n", *lines, f"\nVersions: {shown(', '.join(versions)) or 'unknown'}"]
 
 
 def _facts(host: Topology) -> Iterator[str]:
     yield f"{host.cpu}, cores {host.cores or 'unknown'}, {host.memory_mib:,.0f} MiB of memory left"
-    nodes = "; ".join(f"node {node}: cores {cores}" for node, cores in host.numa.items())
-    yield f"NUMA: {nodes or 'unknown'}"
-    if host.problem:
-        yield f"no GPUs: {host.problem}"
-    elif not host.gpus:
-        yield "no GPU is visible"
+    yield f"NUMA: {'; '.join(f'node {node}: cores {cores}' for node, cores in host.numa.items()) or 'unknown'}"
+    if host.problem or not host.gpus:
+        yield f"no GPUs: {host.problem}" if host.problem else "no GPU is visible"
     else:
         yield f"driver {host.driver or 'unknown'}"
     for gpu in host.gpus:

@@ -16,10 +16,8 @@ from jobs.training.data.spec import DataSpec
 from jobs.training.optimizer import OptimizerSpec
 from jobs.training.soak import SoakPlan
 from nsa_core.memory import estimate_model, predicts
-from nsa_core.model import ModelConfig
 
-ENDLESS = 2**62
-"""Steps of a training that its time ends."""
+ENDLESS = 2**62  # steps of a training that its time ends
 
 Parallel = Literal["ddp", "replicate", "fsdp"]
 
@@ -28,14 +26,7 @@ Parallel = Literal["ddp", "replicate", "fsdp"]
 class Layout:
     """Division of a step over ranks and passes: batch = micro-batch × ranks × accumulation.
 
-    Attributes:
-        micro_batch: sequences of one rank in one forward and backward pass.
-        ranks: processes, each with its own device.
-        accumulation: passes of each rank whose gradients make one step.
-        parallel: "ddp": every rank has all weights, by PyTorch's DistributedDataParallel; "replicate": the same, with
-            gradients averaged where they lie; "fsdp": weights, gradients and optimizer state are sharded.
-        gradient_compression: dtype in which gradients are summed over ranks; None: that of the weights.
-        bucket_mb: size of DDP's buckets of gradients [MB, 2^20 bytes]; None: PyTorch's.
+    The fields are those of `jobs.train.TrainingSpec`; `accumulation` are a rank's passes whose gradients make one step.
     """
 
     micro_batch: int
@@ -93,23 +84,13 @@ class TrainingCase(ModelCase):
 
 
 class TextCase(TrainingCase):
-    """A training on text, which may have checkpoints and several ranks.
-
-    Attributes:
-        plan: the long run that this short one is to judge.
-        topology: whether the ranks look at their hosts.
-    """
+    """A training on text, which may have checkpoints and several ranks; `topology`: they look at their hosts."""
 
     data: DataSpec
     plan: TrainingPlan | None = None
     checkpoints: CheckpointSpec | None = None
     restarts: int = 0
     topology: bool = False
-
-
-def implementation(model: ModelConfig) -> str:
-    """Name of the attention's implementation, as axes and estimates have it."""
-    return "dense" if model.attention == "dense" else str(model.backend)
 
 
 def divided(batch: int, ranks: int, micro_batch: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,20 +52,20 @@ class ElasticLauncher:
         """As jobs.schema.launcher.Launcher. Ranks that do not end within a minute of `stop` are killed."""
         files = Path(tempfile.gettempdir()) / FAILURE_FILES
         shutil.rmtree(files, ignore_errors=True)  # of an earlier point of this process
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the exception reports failures
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
             folder, kills = Path(name), oom_kills()
             watch = _RankWatch(folder / "pipe", note, stop)
-            codes: dict[int, int] = {}
             watch.start()
             try:
-                with _launcher_confined():
-                    launch = elastic_launch(_launch_config(ranks, folder), rank.elastic_main)
-                    results = launch(main, folder / "pipe", files, device, gpu_share(device))
+                launch = elastic_launch(_launch_config(ranks, folder), rank.elastic_main)
+                results = launch(main, folder / "pipe", files, device, gpu_share(device))
                 return [results[number] for number in sorted(results)]
             except ChildFailedError as err:
                 codes = {number: failure.exitcode for number, failure in err.failures.items()}
             finally:
                 watch.close()
+                os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # the launcher has set it
             codes = {number: code for number, code in codes.items() if number not in watch.killed}
             died = {number: _end(codes.get(number)) for number in (*codes, *watch.gone)}
             died |= dict.fromkeys(watch.late, "did not end in time")
@@ -96,19 +96,6 @@ def _launch_config(ranks: int, folder: Path) -> LaunchConfig:
     )
 
 
-@contextlib.contextmanager
-def _launcher_confined() -> Iterator[None]:
-    """Undo what the launcher changes in this process, a variable; and keep its log to errors."""
-    log = logging.getLogger("torch.distributed.elastic")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # failures are reported by the exception
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-
-
 class _RankWatch(threading.Thread):
     """Reads the ranks' messages and passes them on; ends all once one failed or died, or `stop` is set.
 
@@ -130,62 +117,54 @@ class _RankWatch(threading.Thread):
         self._pids: dict[int, int] = {}
         self._working: set[int] = set()  # ranks that have joined the others and are not done
         self._asked: set[int] = set()  # ranks that got SIGTERM
-        self._asked_at: float | None = None
-        self._failed_at: float | None = None
+        self._asked_at = self._failed_at = float("inf")
         self._closing = threading.Event()
 
     def run(self) -> None:
         while not self._closing.is_set():
-            for message in self._inbox.receive(_POLL_S):
-                self._note(message)
-            for number in self._working - self.killed:
-                if number not in self.gone and not _runs(self._pids[number]):
-                    self.gone.append(number)
-                    self._failed_at = self._failed_at or time.monotonic()
+            self._read(_POLL_S)
+            now = time.monotonic()
+            gone = [n for n in self._working - self.killed if n not in self.gone and not _runs(self._pids[n])]
+            if gone:
+                self.gone += gone
+                self._failed_at = min(self._failed_at, now)
             if self._stop_asked.is_set():
-                self._ask_to_end()
-            if self._failed_at is not None and time.monotonic() - self._failed_at > _GRACE_S:
-                self._kill()
+                self._asked_at = min(self._asked_at, now)
+                for number in self._pids.keys() - self._asked:  # as soon as its process is known, once
+                    self._asked.add(number)
+                    _send(self._pids[number], signal.SIGTERM)
+            if now - self._asked_at > _STOP_S:
+                self.late = self.late or [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
+            if now - self._asked_at > _STOP_S or now - self._failed_at > _GRACE_S:
+                self.killed.update(number for number, pid in self._pids.items() if _send(pid, signal.SIGKILL))
 
     def close(self) -> None:
         """End the thread, read the remaining messages, and close the pipe."""
         self._closing.set()
         self.join()
-        while messages := self._inbox.receive(0):
-            for message in messages:
-                self._note(message)
+        while self._read(0):
+            pass
         self._inbox.close()
 
-    def _note(self, message: Message) -> None:
-        match message:
-            case RankProcess(rank=number, pid=pid, stage=stage):
-                self._pids[number] = pid
-                (self._working.add if stage == "joined" else self._working.discard)(number)
-            case RankFailure():
-                self._failed_at = self._failed_at or time.monotonic()
-        self._pass_on(message)
-
-    def _ask_to_end(self) -> None:
-        """Send SIGTERM to each rank as soon as its process is known, once; kill those that need too long."""
-        self._asked_at = self._asked_at or time.monotonic()
-        for number in self._pids.keys() - self._asked:
-            self._asked.add(number)
-            _send(self._pids[number], signal.SIGTERM)
-        if time.monotonic() - self._asked_at > _STOP_S:
-            self.late = self.late or [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
-            self._kill()
-
-    def _kill(self) -> None:
-        self.killed.update(number for number, pid in self._pids.items() if _send(pid, signal.SIGKILL))
+    def _read(self, timeout: float) -> list[Message]:
+        messages = self._inbox.receive(timeout)
+        for message in messages:
+            match message:
+                case RankProcess(rank=number, pid=pid, stage=stage):
+                    self._pids[number] = pid
+                    (self._working.add if stage == "joined" else self._working.discard)(number)
+                case RankFailure():
+                    self._failed_at = min(self._failed_at, time.monotonic())
+            self._pass_on(message)
+        return messages
 
 
 def _send(pid: int, number: signal.Signals) -> bool:
     """Send a signal to this child, if it still runs. Returns whether it did."""
-    if not _runs(pid):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-    return True
+    if running := _runs(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return running
 
 
 def _runs(pid: int) -> bool:

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Self
 
 from jobs.schema.point import Interrupted
@@ -52,11 +51,7 @@ def noting_sigterm() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        asked.set()
-
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:
         yield asked
     finally:

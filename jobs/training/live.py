@@ -30,13 +30,7 @@ _WINDOW_S = 1.0
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Model FLOPs of a training against the published peak of its ranks' GPUs.
-
-    Attributes:
-        per_token: FLOPs of a token.
-        peak: of each rank's GPU [FLOP/s].
-        ranks: number of GPUs.
-    """
+    """Model FLOPs of a token, and the published peak of each rank's GPU [FLOP/s]."""
 
     per_token: float
     peak: float
@@ -53,18 +47,12 @@ class ModelFlops:
         """Share of the peak of all ranks' GPUs [%] at a throughput of all ranks [tok/s]."""
         return 100 * throughput * self.per_token / (self.peak * self.ranks)
 
-    @property
-    def method(self) -> str:
-        gpus = f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
-        return f"{self.per_token:.4g} FLOPs a token, {self.peak:.4g} a second{gpus}"
-
 
 class LiveTraining:
     """Reports a sample a step: memory and own compute time of each rank; the first one's has the training's series,
     too: loss, gradient norm, learning rate, throughput and MFU.
 
     Args:
-        beat: the measurement's; samples are dropped if it takes none.
         tokens: tokens of a step, of all ranks.
         flops: None: no peak is known, and no MFU.
     """
@@ -73,37 +61,28 @@ class LiveTraining:
         self, beat: Beat, tokens: int, device: torch.device, rank: int = 0, flops: ModelFlops | None = None
     ) -> None:
         self._report = reporter(beat)
-        self._tokens = tokens
-        self._device = device
-        self._rank = rank
-        self._flops = flops
+        self._tokens, self._device, self._rank, self._flops = tokens, device, rank, flops
         self._begun = time.perf_counter()
         self._steps: deque[tuple[float, int]] = deque()  # end and number of the steps of the last second
         self._compute_ms: deque[tuple[float, float]] = deque()  # end and own compute time of these steps
-        self._memory = 0.0  # MiB, as last looked at
-        self._looked = -_WINDOW_S
+        self._memory = (-_WINDOW_S, 0.0)  # when it was last looked at, and MiB
 
     def step(
         self, step: int, loss: float, gradient_norm: float, learning_rate: float, compute_ms: float | None = None
     ) -> None:
         """Report that step `step`, from 1, has ended; waits for nothing."""
         clock = time.perf_counter()
-        if clock - self._looked >= _WINDOW_S:
-            self._looked, self._memory = clock, memory_mib(self._device)
-        values = {TRAINING_MEMORY.name: self._memory}
+        if clock - self._memory[0] >= _WINDOW_S:
+            self._memory = clock, memory_mib(self._device)
+        values = {TRAINING_MEMORY.name: self._memory[1]}
         if compute_ms is not None:  # a mean: a step by itself says little of how even the ranks are
             self._compute_ms.append((clock, compute_ms))
             while clock - self._compute_ms[0][0] > _WINDOW_S:
                 self._compute_ms.popleft()
             values[RANK_COMPUTE_TIME.name] = fmean(ms for _, ms in self._compute_ms)
         if self._rank == 0:
-            throughput = self._throughput(clock, step)
-            values |= {
-                LOSS.name: loss,
-                GRADIENT_NORM.name: gradient_norm,
-                LEARNING_RATE.name: learning_rate,
-                THROUGHPUT.name: throughput,
-            }
+            values |= {LOSS.name: loss, GRADIENT_NORM.name: gradient_norm, LEARNING_RATE.name: learning_rate}
+            values[THROUGHPUT.name] = throughput = self._throughput(clock, step)
             if self._flops is not None:
                 values[MFU.name] = self._flops.utilization(throughput)
         self._report.sample(step, values, self._rank)

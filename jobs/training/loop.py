@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from jobs.training.live import LiveTraining, ModelFlops
 from jobs.training.optimizer import learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, clip_gradients, local
 from jobs.training.soak import SoakWatch
-from jobs.training.state import Run, Step, TrainingState, is_steady
+from jobs.training.state import Run, TrainingState, is_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import NSATransformer
 from nsa_core.routes import route_of
@@ -39,13 +40,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Trainer:
-    """A training: its state, and the passes that take it from step to step.
+@dataclass(frozen=True)
+class Step:
+    """Results of a step, equal on all ranks but for `compute_ms`."""
 
-    Args:
-        watch: of a soak, which ends by its time; None: the training ends after its steps.
-        notes: of this rank's memory, to be completed at the first step; None: nobody wants them.
-    """
+    loss: float  # mean over the batch [nat/byte]
+    norm: float  # of the gradients of all ranks together, before clipping
+    stop: bool  # whether a rank was asked to stop
+    compute_ms: float | None  # this rank's own compute time; None on a single rank and under FSDP2
+    elapsed_s: float = 0.0  # of a soak, before the step was started
+
+
+class Trainer:
+    """A training: its state, and the passes that take it from step to step. A soak has a `watch`, and ends by its time;
+    `notes` of this rank's memory are completed at the first step."""
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Trainer:
         self.gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._watch = watch
         self._notes = notes
+        self._stop = threading.Event()
         self._asked = False  # whether a rank was asked to stop
         self._measuring = False  # whether the telemetry has been started
         torch.manual_seed(case.seed)
@@ -72,7 +81,7 @@ class Trainer:
         if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
         how = {"compiled": case.compile, "cuda_graphs": case.cuda_graphs}
-        self._parallel = ParallelModel(model, case.layout, rank, device, **how)
+        self._parallel = ParallelModel(model, case.layout, device, **how)
         batches = corpus.batches(case.batch, case.seq_len, case.seed)
         self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), batches)
 
@@ -92,12 +101,8 @@ class Trainer:
     ) -> Run:
         """Train all steps, or those that a checkpoint lacks; measure the held-out loss before and after them.
 
-        A soak trains to the end of its piece, and measures the second loss after the last one.
-
-        Args:
-            stop: once set on one of the ranks, all of them end after the same step.
-            telemetry: started with the first steady step, stopped after the last step.
-            checkpoints: saved on the way, after the last step, and when `stop` is set.
+        A soak trains to the end of its piece, and measures the second loss after the last one. Once `stop` is set on
+        one of the ranks, all of them end after the same step. The telemetry is started with the first steady step.
 
         Raises:
             Diverged: a loss became infinite or NaN; all ranks raise it at the same step.
@@ -106,23 +111,24 @@ class Trainer:
             MemoryLimit: this rank of a soak holds more memory than its plan allows.
             CheckpointError: the checkpoints of earlier attempts cannot be read, or a soak's piece could save none.
         """
-        heldout = self.corpus.heldout_batches(self.case.batch, self.case.seq_len, heldout_batches)
-        run, saved_route = Run(soak=None if self._watch is None else self._watch.history), None
+        self._stop, case, watch = stop, self.case, self._watch
+        heldout = self.corpus.heldout_batches(case.batch, case.seq_len, heldout_batches)
+        run, saved_route = Run(soak=None if watch is None else watch.history), None
         if checkpoints is not None:
             beat(CHECKPOINT)
             saved_route = checkpoints.load(self.state, run)
         if saved_route is None:
             run.before = self._heldout_loss(heldout, beat)
-        if self._watch is not None:
-            self._watch.begin(len(run.begun) - 1)
-        live = LiveTraining(beat, self.case.tokens, self.device, self.rank, ModelFlops.of(self.case, self.gpu))
+        if watch is not None:
+            watch.begin(len(run.begun) - 1)
+        live = LiveTraining(beat, case.tokens, self.device, self.rank, ModelFlops.of(case, self.gpu))
         begun = self.state.step
         while not (self._complete() or self._ending()):
-            until = self.case.last_step if checkpoints is None else checkpoints.next_stop(self.state.step)
-            self._train(until, run, live, beat, stop, telemetry)
+            until = case.last_step if checkpoints is None else checkpoints.next_stop(self.state.step)
+            self._train(until, run, live, beat, telemetry)
             if checkpoints is not None and not self._complete():
-                if self._watch is not None:
-                    self._watch.note_checkpoint()
+                if watch is not None:
+                    watch.note_checkpoint()
                 with telemetry.paused():
                     loss = self._heldout_loss(heldout, beat) if checkpoints.spec.keep_best and not self._asked else None
                     self._save(checkpoints, run, live, loss)
@@ -153,36 +159,35 @@ class Trainer:
         """Whether this process ends with the present step: it was asked to, or the time of its piece is over."""
         return self._asked or (self._watch is not None and self._watch.over)
 
-    def _train(
-        self, until: int, run: Run, live: LiveTraining, beat: Beat, stop: threading.Event, telemetry: Telemetry
-    ) -> None:
+    def _train(self, until: int, run: Run, live: LiveTraining, beat: Beat, telemetry: Telemetry) -> None:
         """Train up to step `until`, or to the step at which this process ends."""
-        ended, before, metered = time.perf_counter(), self.state.step, 0
+        case, ended, metered = self.case, time.perf_counter(), 0
         # Start the next step before waiting for a loss, so that a GPU is never idle.
-        started = self._steps(until, beat, stop)
-        for number, step in enumerate(in_order(started, ahead=1 if self.device.type == "cuda" else 0), before + 1):
-            before_it, ended = ended, time.perf_counter()
-            if not self._measuring and is_steady(number - 1, self.case.last_step, run.begun):
+        ahead = 1 if self.device.type == "cuda" else 0
+        for number, step in enumerate(in_order(self._steps(until, beat), ahead), self.state.step + 1):
+            before, ended = ended, time.perf_counter()
+            steady = is_steady(number - 1, case.steps, run.begun)
+            if steady and not self._measuring:
                 self._measuring = True
                 telemetry.start()
             metered += self.energy.running
-            if not self.energy.running and is_steady(number - 1, self.case.steps, run.begun):
+            if steady and not self.energy.running:
                 self.energy.start()
             _check_finite(step.loss, f"at step {number}")
-            rate = learning_rate(self.case.optimizer, number - 1, self.case.steps)
+            rate = learning_rate(case.optimizer, number - 1, case.steps)
             live.step(number, step.loss, step.norm, rate, step.compute_ms)
             if self._notes is not None and number == run.begun[-1] + 1:
                 self._notes.first_step(number, self.route)
             self._asked = self._asked or step.stop
             if self._watch is not None:
-                self._watch.add(number, step.loss, ended - before_it, step.elapsed_s, step.compute_ms)
+                self._watch.add(number, step.loss, ended - before, step.elapsed_s, step.compute_ms)
                 continue
             run.losses.append(step.loss)
-            run.seconds.append(ended - before_it)
+            run.seconds.append(ended - before)
             run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
-        self.energy.stop(metered * self.case.tokens)
+        self.energy.stop(metered * case.tokens)
 
-    def _steps(self, until: int, beat: Beat, stop: threading.Event) -> Iterator[Callable[[], Step]]:
+    def _steps(self, until: int, beat: Beat) -> Iterator[Callable[[], Step]]:
         """Start one step after another; yields functions that wait for its results."""
         first: list[Callable[[], Step]] = []
         while self.state.step < until and not self._ending():
@@ -194,9 +199,9 @@ class Trainer:
             for group in self.state.optimizer.param_groups:
                 group["lr"] = learning_rate(self.case.optimizer, done, self.case.steps)
             if self.route:
-                yield self._start(stop)
+                yield self._start()
             else:  # a compiled model notes its route while it is traced
-                self.route = route_of(lambda: first.append(self._start(stop)))
+                self.route = route_of(lambda: first.append(self._start()))
                 yield first.pop()
             self.state.step += 1
 
@@ -216,7 +221,7 @@ class Trainer:
         """Save a checkpoint. Raises Diverged instead if the weights are no numbers."""
         weights = [local(weight) for weight in self.model.parameters()]
         bad = torch.stack([~weight.isfinite().all() for weight in weights]).any().float()
-        if self._parallel.mean(bad).item() > 0:
+        if self._parallel.averaging(bad)().item() > 0:
             raise Diverged(f"weights are not finite after step {self.state.step}; lower optimizer.learning_rate")
         if heldout is not None:
             live.heldout(self.state.step, heldout)
@@ -224,11 +229,11 @@ class Trainer:
 
     def step(self) -> float:
         """Run one optimizer step on all ranks and wait for the device; returns the loss [nat/byte]."""
-        loss = self._start(threading.Event())().loss
+        loss = self._start()().loss
         synchronize(self.device)
         return loss
 
-    def _start(self, stop: threading.Event) -> Callable[[], Step]:
+    def _start(self) -> Callable[[], Step]:
         """Start one optimizer step without waiting for a GPU; returns a function that waits for its results."""
         self._parallel.clock.begin()
         batch = next(self.state.batches)
@@ -243,7 +248,7 @@ class Trainer:
         lap = self._parallel.clock.lap()
         # Means over the ranks, which agree so on the loss, whether to stop, and a soak's time.
         numbers = [(torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()]
-        host = [float(stop.is_set())] if self._watch is None else [float(stop.is_set()), self._watch.history.elapsed_s]
+        host = [float(self._stop.is_set())] + ([] if self._watch is None else [self._watch.history.elapsed_s])
         numbers += [torch.full_like(numbers[0], number) for number in host]
         averaged = self._parallel.averaging(torch.stack(numbers))  # on its way while the weights change
         norm = clip_gradients(self.model, self.case.optimizer.grad_clip)
@@ -279,7 +284,7 @@ class Trainer:
                 with self.precision():
                     total += self.model(tokens, targets).item() / len(parts)
         self.model.train()
-        total = self._parallel.mean(torch.tensor(total, dtype=torch.float64, device=self.device)).item()
+        total = self._parallel.averaging(torch.tensor(total, dtype=torch.float64, device=self.device))().item()
         _check_finite(total, "on held-out text")
         return total / len(batches) * self._tokens_a_byte(torch.stack([targets for _, targets in batches]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean, median
-from typing import Any
 
 from jobs.diagnosis.advice import imbalance
 from jobs.hardware.energy import Energy
@@ -34,7 +33,7 @@ from jobs.training.checkpoints.report import (
     RESUMED_STEP,
 )
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, ModelFlops
-from jobs.training.report import RankReport
+from jobs.training.rank import RankReport
 from jobs.training.state import RESUME_WARM_UP, Run, first_steady, steady_steps
 
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
@@ -70,15 +69,11 @@ def measurement(case: TextCase, reports: Sequence[RankReport]) -> Measurement:
         Metric.of(LOSS, sum(run.losses[-last:]) / last, tuple(run.losses), method),
         *common_metrics(case, reports, worst),
     ]
-    return Measurement(tuple(metrics), first.route, with_history(first), worst.peak.files)
+    return Measurement(tuple(metrics), first.state.route, first.environment, worst.peak.files)
 
 
 def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankReport) -> list[Metric]:
-    """Metrics of every training: energy, held-out losses, memory of a step, checkpoints, agreement with the oracle.
-
-    Args:
-        worst: the rank whose memory counts.
-    """
+    """Metrics of every training: energy, held-out losses, memory of the worst rank, checkpoints, agreement."""
     run, peak, expected = reports[0].run, worst.peak, case.estimate()
     heldout = f"mean cross entropy over fixed batches of held-out {'documents' if case.data.tokenized else 'files'}"
     metrics = [
@@ -94,28 +89,18 @@ def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankRep
     return [*metrics, *_checkpoint_costs(reports[0]), *agreement.metrics()]
 
 
-def with_history(report: RankReport) -> dict[str, Any]:
-    """The environment of a training, with the history of its checkpoints and resumes."""
-    if (history := report.checkpoints) is None:
-        return dict(report.environment)
-    found = {"folder": history.folder, "kept": history.kept, "failures": history.failures, "damaged": history.damaged}
-    resumes = {"resumed_from": report.run.begun[1:], "steps_of_other_code": report.run.foreign}
-    training = {**report.environment["training"], "checkpoints": found, **resumes}
-    return {**report.environment, "training": training}
-
-
 def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
     """Step time and throughput, MFU if the GPU's peak is known, and figures of the plan if any.
 
-    Args:
-        steady: times of steps, or means of several in a row [s].
-        left_out: the steps that are not among them, in words.
+    `steady` are times of steps, or means of several in a row [s]; `left_out` says which are not among them.
     """
     method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
     throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
     metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
     if (flops := ModelFlops.of(case, report.gpu)) is not None:
-        metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=flops.method))
+        gpus = f" on each of {flops.ranks} GPUs" if flops.ranks > 1 else ""
+        words = f"{flops.per_token:.4g} FLOPs a token, {flops.peak:.4g} a second{gpus}"
+        metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=words))
     if (plan := case.plan) is not None:
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
         hours = plan.hours_at(throughput.value)
@@ -137,47 +122,41 @@ def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
 
 def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
     """Comparison of several ranks."""
-    run = reports[0].run
+    run, rows = reports[0].run, []
     chosen = steady_steps(run)
-    steps = [1000 * median(report.run.seconds[step] for step in chosen) for report in reports]
-    compute: list[float | None] = []
-    for ms in (report.run.compute_ms for report in reports):
-        own = [ms[step] for step in chosen if step < len(ms) and isfinite(ms[step])]
-        compute.append(fmean(own) if own else None)
-    each = f"median of each rank's steps, {_left_out(run)}"
-    busy = [None if (sampled := report.utilization) is None else fmean(sampled.samples) for report in reports]
-    return compared((steps, each), (compute, "the steady steps"), (busy, "steady steps"))
+    for report in reports:
+        own = report.run.compute_ms
+        compute = [own[step] for step in chosen if step < len(own) and isfinite(own[step])]
+        step_ms = 1000 * median(report.run.seconds[step] for step in chosen)
+        busy = None if report.utilization is None else fmean(report.utilization.samples)
+        rows.append((step_ms, fmean(compute) if compute else None, busy))
+    return compared(rows, f"steps, {_left_out(run)}", "the steady steps", "steady steps")
 
 
 def compared(
-    steps: tuple[Sequence[float], str],
-    compute: tuple[Sequence[float | None], str],
-    busy: tuple[Sequence[float | None], str],
+    ranks: Sequence[tuple[float, float | None, float | None]], of_steps: str, of_compute: str, of_looks: str
 ) -> list[Metric]:
     """Comparison of several ranks; samples are one a rank. None of a single rank.
 
     Args:
-        steps: each rank's time of a step [ms], and what it is, in words.
-        compute: each rank's own compute time of a step [ms], None if unknown, and what it is a mean of.
-        busy: the mean utilisation of each rank's GPU [%], None if unknown, and the steps that it is of.
+        ranks: of each its time of a step, its own compute time [ms] and the mean utilisation of its GPU [%]; None where
+            they are unknown.
+        of_steps, of_compute, of_looks: what these are of, in words.
     """
-    times, each = steps
-    if len(times) == 1:
+    if len(ranks) == 1:
         return []
-    metrics = [Metric.of(RANK_STEP_TIME, max(times), tuple(times), f"{each}; value: the slowest rank's")]
-    own = tuple(ms for ms in compute[0] if ms is not None)
-    if len(own) == len(times):
+    times = tuple(time for time, _, _ in ranks)
+    method = f"median of each rank's {of_steps}; value: the slowest rank's"
+    metrics = [Metric.of(RANK_STEP_TIME, max(times), times, method)]
+    own = tuple(ms for _, ms, _ in ranks if ms is not None)
+    if len(own) == len(ranks) and (share := imbalance(dict(enumerate(own)))) is not None:
         until = "from a step's begin until its last gradients are ready to be summed: waits for no other rank"
-        share = imbalance(dict(enumerate(own)))
-        assert share is not None
-        method = f"slowest rank's own compute time over the ranks' mean, less 1; {until}; mean of {compute[1]}"
-        metrics += [
-            Metric.of(RANK_COMPUTE_TIME, max(own), own, f"{until}; value: the slowest rank's"),
-            Metric.of(RANK_IMBALANCE, share, method=method),
-        ]
-    shares = tuple(share for share in busy[0] if share is not None)
-    if len(shares) == len(times):
-        method = f"NVML utilisation of each rank's GPU in {busy[1]}, checkpoints left out; value: the least busy's"
+        method = f"slowest rank's own compute time over the ranks' mean, less 1; {until}; mean of {of_compute}"
+        metrics.append(Metric.of(RANK_COMPUTE_TIME, max(own), own, f"{until}; value: the slowest rank's"))
+        metrics.append(Metric.of(RANK_IMBALANCE, share, method=method))
+    shares = tuple(busy for _, _, busy in ranks if busy is not None)
+    if len(shares) == len(ranks):
+        method = f"NVML utilisation of each rank's GPU in {of_looks}, checkpoints left out; value: the least busy's"
         metrics.append(Metric.of(RANK_UTILIZATION, min(shares), shares, method))
     return metrics
 
@@ -194,17 +173,19 @@ def _checkpoint_costs(report: RankReport) -> list[Metric]:
     """Costs of the checkpoints that the last attempt saved, its failures, and the step that it went on from."""
     if (history := report.checkpoints) is None:
         return []
-    metrics = [Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt")]
-    for quantity, values, method in (
-        (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
-        (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
-        (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
-    ):
-        metrics += [summarize(quantity, values, method)] if values else []
+    metrics = [
+        summarize(quantity, values, method)
+        for quantity, values, method in (
+            (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
+            (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
+            (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
+        )
+        if values
+    ]
     if resumes := report.run.begun[1:]:
         method = f"of {len(resumes)} resumes"
         metrics.append(Metric.of(RESUMED_STEP, resumes[-1], tuple(map(float, resumes)), method))
-    return metrics
+    return [Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt"), *metrics]
 
 
 def per_byte(case: TextCase) -> str:

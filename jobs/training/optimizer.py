@@ -33,10 +33,12 @@ def check_warm_up(spec: OptimizerSpec, steps: int) -> None:
 
 def new_optimizer(model: torch.nn.Module, spec: OptimizerSpec, device: torch.device) -> torch.optim.AdamW:
     """AdamW over the model's parameters, which may be sharded."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    weights = list(model.parameters())
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        [
+            {"params": [w for w in weights if w.ndim >= 2], "weight_decay": spec.weight_decay},
+            {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
+        ],
         lr=spec.learning_rate,
         betas=(spec.beta1, spec.beta2),
         fused=device.type == "cuda",

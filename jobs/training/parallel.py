@@ -5,11 +5,10 @@ All begin to average gradients over the ranks while the backward pass of a step'
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,6 @@ from jobs.training.case import Layout
 from jobs.training.errors import Ineffective
 from nsa_core.model import NSATransformer
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 # Inductor's. Otherwise it measures which shape of a reduction is fastest, anew or as another process has left it in the
 # cache, and as the shape decides the order of the sum, the same training has other bits.
 _OPTIONS: dict[str, Any] = {"deterministic": True}
@@ -38,25 +34,15 @@ class ParallelModel:
     """A model, its training pass over the layout's ranks, and numbers averaged over them.
 
     Attributes:
-        model: the model; under FSDP2 its parameters are sharded.
-        rank: the number of this process; `device` is its device.
         loss_of: the training pass: tokens and targets to the loss of this rank. A compiled one is cut, so that sums of
             gradients overlap the backward pass: by PyTorch's DDPOptimizer at each of DDP's buckets, by Replica once.
     """
 
     def __init__(
-        self,
-        model: NSATransformer,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        *,
-        compiled: bool,
-        cuda_graphs: bool = False,
+        self, model: NSATransformer, layout: Layout, device: torch.device, *, compiled: bool, cuda_graphs: bool = False
     ) -> None:
         self.model = model
         self.layout = layout
-        self.rank = rank
         self.clock = ComputeClock(device)
         self._device, self._cuda_graphs = device, cuda_graphs
         self._ddp: DistributedDataParallel | None = None
@@ -82,18 +68,19 @@ class ParallelModel:
                 bucket_cap_mb=layout.bucket_mb,
                 gradient_as_bucket_view=True,
             )
-            if layout.gradient_compression == "bf16":
-                reduce: Callable[..., Any] = default_hooks.bf16_compress_hook
-            else:  # gloo cannot average
-                reduce = _averaging if _nccl() else default_hooks.allreduce_hook
-            clock = self.clock
+            self._ddp.register_comm_hook(dist.group.WORLD, self._sum_bucket)
 
-            def hook(state, bucket):  # DDP refuses annotations that are texts
-                if bucket.is_last():
-                    clock.gradients_ready()
-                return reduce(state, bucket)
-
-            self._ddp.register_comm_hook(dist.group.WORLD, hook)
+    # A hook of DDP, which refuses annotations that are texts.
+    def _sum_bucket(self, state, bucket):
+        if bucket.is_last():
+            self.clock.gradients_ready()
+        if self.layout.gradient_compression == "bf16":
+            return default_hooks.bf16_compress_hook(state, bucket)
+        if not _nccl():  # gloo cannot average
+            return default_hooks.allreduce_hook(state, bucket)
+        # NCCL averages on the way; PyTorch's hook divides the gradients in a pass of its own before.
+        work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
 
     @property
     def resident(self) -> int:
@@ -119,12 +106,8 @@ class ParallelModel:
             self._sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over the ranks; every rank gets the same bits."""
-        return self.averaging(values)()
-
     def averaging(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start a mean over the ranks; returns a function that gives it. A GPU goes on meanwhile."""
+        """Start a mean over the ranks; returns a function that gives the same bits to all. A GPU goes on meanwhile."""
         if self.layout.ranks == 1:
             return lambda: values
         work: Any = dist.all_reduce(values, async_op=True)
@@ -154,9 +137,7 @@ class Replica:
 
     DDP copies every gradient to a bucket and back. Here the pass, tokens and targets [B,S] to the rank's loss, is cut
     once, after the first blocks: as soon as the backward pass has left the later ones, their gradients are averaged
-    while the first blocks' are computed.
-
-    The weights are the first rank's from the start.
+    while the first blocks' are computed. The weights are the first rank's from the start.
 
     Args:
         compiled: compiles a part of the pass, or gives it back as it is.
@@ -169,9 +150,8 @@ class Replica:
         self._lower = compiled(lambda tokens: model.lower(tokens, depth))
         self._upper = compiled(lambda hidden, targets: model.upper(hidden, depth, targets))
         lower = {id(weight) for part in (model.embedding, *model.blocks[:depth]) for weight in part.parameters()}
-        weights = dict(model.named_parameters())  # a tied head is the embedding
-        self._first = {name: weight for name, weight in weights.items() if id(weight) in lower}
-        self._later = {name: weight for name, weight in weights.items() if id(weight) not in lower}
+        self._first = [weight for weight in model.parameters() if id(weight) in lower]  # a tied head is the embedding
+        self._later = [weight for weight in model.parameters() if id(weight) not in lower]
         self._ranks, self._clock = ranks, clock
         self._averaging = False
         self._under_way: list[Any] = []
@@ -200,24 +180,20 @@ class Replica:
             work.wait()
         self._under_way.clear()
         if not _nccl():
-            for gradient in _gradients(self._first | self._later):
+            for gradient in (*_gradients(self._first), *_gradients(self._later)):
                 gradient /= self._ranks
 
-    def _start(self, weights: Mapping[str, Parameter]) -> None:
+    def _start(self, weights: Sequence[Parameter]) -> None:
         """Start the sum of gradients, as one operation; NCCL averages on the way, which gloo cannot."""
-        gradients = _gradients(weights)  # an exception in the block would leave the group collecting operations
         how = dist.ReduceOp.AVG if _nccl() else dist.ReduceOp.SUM
         with dist._coalescing_manager(async_ops=True) as work:  # pyright: ignore[reportPrivateImportUsage] - as FSDP2
-            for gradient in gradients:
+            for gradient in _gradients(weights):
                 dist.all_reduce(gradient, how)
         self._under_way.append(work)
 
 
 class ComputeClock:
-    """A rank's own compute time of a step: from its begin until its last gradients are ready to be summed over ranks.
-
-    CUDA: events on the current stream, so that nothing waits for the device.
-    """
+    """A rank's own compute time of a step: from its begin until its last gradients are ready to be summed."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -240,39 +216,26 @@ class ComputeClock:
     def _mark(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # on the current stream: nothing waits for the device
         event.record()
         return event
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor
+    part = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()
 
 
 def clip_gradients(model: nn.Module, highest: float) -> Tensor:
     """Scale the gradients so that the norm of all of them, over all ranks, is at most `highest`; returns the norm."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), highest)
-    return norm.full_tensor() if _is_sharded(norm) else norm
+    whole = getattr(norm, "full_tensor", None)  # of sharded ones
+    return norm if whole is None else whole()
 
 
-def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    found = sys.modules.get("torch.distributed.tensor")  # without it nothing is sharded; `_shard` imports it
-    return found is not None and isinstance(tensor, found.DTensor)
-
-
-def _averaging(state, bucket):  # without annotations, as above
-    """A communication hook that averages on the way; PyTorch's divides the gradients in a pass of its own before."""
-    work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def _gradients(weights: Mapping[str, Parameter]) -> list[Tensor]:
-    """Gradients of weights. Raises RuntimeError if one has none: frozen, or without a part in the loss."""
-    found = {name: weight.grad for name, weight in weights.items()}
-    if missing := [name for name, gradient in found.items() if gradient is None]:
-        raise RuntimeError(f"parallel: replicate: {missing[0]} has no gradient; use parallel: fsdp")
-    return [gradient for gradient in found.values() if gradient is not None]
+def _gradients(weights: Sequence[Parameter]) -> list[Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _nccl() -> bool:

@@ -1,58 +1,172 @@
-"""The process of one rank: trains, and reports beats and failures to the process that started it."""
+"""One rank: its share of a point, also of a single process, and its own process, which reports to its starter."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+from jobs.diagnosis.rank_state import BOOT, LOADER, NOW, Notes, RankState
+from jobs.hardware import nvml
+from jobs.hardware.energy import Energy
+from jobs.hardware.environment import environment
+from jobs.hardware.telemetry import Telemetry
+from jobs.hardware.topology import Topology, topology
+from jobs.measure.check import Agreement, check_attention
+from jobs.measure.memory import Peak, measure_peak
 from jobs.process import stacks
 from jobs.process.messages import LONGEST_TEXT, Outbox, RankFailure, RankProcess
 from jobs.process.reporter import ProcessReporter
 from jobs.process.worker import end_with_parent
 from jobs.schema.launcher import Rank
-from jobs.schema.point import Surroundings
+from jobs.schema.point import Beat, Metric, Surroundings, reporter
+from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.training.case import TextCase
+from jobs.training.checkpoints.folder import CheckpointError
+from jobs.training.checkpoints.report import CheckpointReport
+from jobs.training.data.base import Corpus, load_corpus
+from jobs.training.data.token_corpus import load_tokens
 from jobs.training.errors import noting_sigterm
-from jobs.training.report import RankReport, train_rank
+from jobs.training.loop import Trainer
+from jobs.training.soak import SoakHistory, SoakWatch
+from jobs.training.state import Run
+
+if TYPE_CHECKING:
+    from jobs.training.checkpoints.saving import Checkpoints
 
 T = TypeVar("T")
 
-SILENCE_S = 5.0
-"""Seconds without progress after which a rank writes what its flight recorder holds."""
-
-COLLECTIVES = 2000
-"""Entries of PyTorch's flight recorder."""
-
-TIMEOUT = timedelta(days=1)
-"""Time limit of a collective: only the supervisor, which knows the heartbeat deadline, can tell a stalled rank from a
-slow one."""
-
-SAMPLE_INTERVAL_S = 0.5
-"""Seconds between two samples of a rank's series: the point's process thins them."""
+SILENCE_S = 5.0  # without progress, after which a rank writes what its flight recorder holds
+TIMEOUT = timedelta(days=1)  # of a collective: only the supervisor can tell a stalled rank from a slow one
+SAMPLE_INTERVAL_S = 0.5  # between two samples of a rank's series: the point's process thins them
 
 _inner: Any = _distributed_c10d  # PyTorch 2.13 has no public way to write the flight recorder's JSON
 _newer = hasattr(_inner, "_dump_fr_trace_json")  # it records gloo, too
-FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE" if _newer else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The variable with the size of PyTorch's flight recorder."""
-
-PROCESS_GROUP = {
-    FLIGHT_RECORDER_SIZE: str(COLLECTIVES),
+PROCESS_GROUP = {  # variables that PyTorch reads when a process group is formed; a user's own win
+    "TORCH_FR_BUFFER_SIZE" if _newer else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives of the flight recorder
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # sums of gradients do not wait for the kernels of the backward pass beside them
 }
-"""Variables that PyTorch reads when a process group is formed; a user's own win."""
 
 _dump: Callable[[], bytes] = _inner._dump_fr_trace_json if _newer else _inner._dump_nccl_trace_json
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Results of one rank."""
+
+    run: Run
+    peak: Peak  # of one whole step
+    agreement: Agreement  # of the attention with the oracle on this rank's device
+    utilization: Metric | None  # of its GPU, sampled in steady steps; None without NVML, on one rank and of a soak
+    environment: Mapping[str, Any]  # as in Measurement
+    gpu: str  # PyTorch's name of it; "" on a CPU
+    state: RankState  # at the end
+    energy: Energy | None = None  # of its GPU over this attempt's steady steps, for the tokens of all ranks
+    checkpoints: CheckpointReport | None = None
+    topology: Topology | None = None  # of its host, if the case asks for it
+
+    def with_training(self, **more: Any) -> RankReport:
+        """This report with more about the training in its environment."""
+        return replace(self, environment={**self.environment, "training": {**self.environment["training"], **more}})
+
+
+def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop: threading.Event) -> RankReport:
+    """Train as one of the case's ranks.
+
+    Raises:
+        DataError: there is no such text, or too little.
+        WrongResult: the attention disagrees with the oracle.
+        Diverged, Stopped, Ineffective, MemoryLimit, CheckpointError: as Trainer.run.
+        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    """
+    if case.threads is not None:
+        torch.set_num_threads(case.threads)
+    notes = Notes(beat, device, rank, case.layout.ranks)
+    notes.note(BOOT)
+    beat("corpus")
+    if case.data.tokenized:
+        corpus = load_tokens(case.data, case.model.vocab_size, case.batch, case.seq_len, beat)
+    else:
+        corpus = load_corpus(case.data.path, case.data.heldout, case.seq_len)
+    notes.note(LOADER)
+    gpu = None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)  # NVML's id
+    watch = None
+    if case.soak is not None:
+        watch = SoakWatch(case.soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
+    trainer = Trainer(case, corpus, device, rank, watch, notes)
+    beat("check")
+    settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
+    agreement = check_attention(*settings, backward=True, seed=case.seed)
+    beat("heldout loss before")
+    # The supervisor samples the GPU of a single rank, and a soak's watch looks itself.
+    telemetry = Telemetry([gpu] if gpu is not None and case.soak is None and case.layout.ranks > 1 else [])
+    checkpoints = _new_checkpoints(case, corpus, device, rank, beat)
+    try:
+        run = trainer.run(case.data.heldout_batches, beat, stop, telemetry, checkpoints)
+    finally:
+        sampled = telemetry.stop()
+        if checkpoints is not None:
+            checkpoints.close()
+    notes.note(NOW)
+    state, host = notes.state(trainer.state.step, trainer.route), topology() if case.topology else None
+    beat("memory")
+    peak = measure_peak(trainer.step, device, trainer.resident, cuda_graphs=case.cuda_graphs)
+    training = {
+        "corpus": {**corpus.about(), **trainer.state.batches.about()},
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "checkpointing": trainer.model.checkpointing_effective,
+        "compile": case.compile,  # in one graph, else the first step would have raised
+        "cuda_graphs": case.cuda_graphs,
+        "launcher": "none",  # run_ranks knows what started several ranks
+        "ranks": asdict(case.layout),
+    }
+    history = None if checkpoints is None else checkpoints.report
+    if history is not None:
+        told = {"folder": history.folder, "kept": history.kept, "failures": history.failures}
+        training["checkpoints"] = told | {"damaged": history.damaged}
+        training |= {"resumed_from": run.begun[1:], "steps_of_other_code": run.foreign}
+    report = RankReport(
+        run=run,
+        peak=peak,
+        agreement=agreement,
+        utilization=next((metric for metric in sampled.metrics if metric.name == GPU_UTILIZATION.name), None),
+        environment=environment(device) | {"training": training},
+        gpu=trainer.gpu,
+        state=state,
+        energy=trainer.energy.energy,
+        checkpoints=history,
+        topology=host,
+    )
+    if case.cuda_graphs:
+        torch.compiler.reset()  # frees their memory, which the process's next point would find taken
+    return report
+
+
+def _new_checkpoints(case: TextCase, corpus: Corpus, device: torch.device, rank: int, beat: Beat) -> Checkpoints | None:
+    """The checkpoints of a case, if any. Called by all ranks. Raises CheckpointError without a place for them."""
+    if case.checkpoints is None:
+        return None
+    there = reporter(beat).surroundings
+    if there.checkpoints is None:
+        raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
+    from jobs.training.checkpoints.saving import Checkpoints  # PyTorch's are long to import: a second of the processor
+
+    text = hashlib.sha256(json.dumps(corpus.about(), sort_keys=True).encode()).hexdigest()
+    training = (there.checkpoints, there.key, text, case.last_step, rank, case.layout.ranks)
+    return Checkpoints(case.checkpoints, *training, device, beat)
 
 
 def missing_variables() -> dict[str, str]:
@@ -87,14 +201,8 @@ def train(case: TextCase, surroundings: Surroundings, rank: Rank) -> RankReport:
 
 
 def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: str, memory_fraction: float | None) -> T:
-    """Run `main` as the rank that the elastic launcher's environment variables name. SIGTERM asks it to end; before all
-    ranks have formed a group it ends at once.
-
-    Args:
-        pipe: the pipe to the process that started the ranks.
-        folder: as Rank.folder.
-        memory_fraction: share of the GPU's memory that the rank may use; None: no limit.
-    """
+    """Run `main` as the rank that the elastic launcher's environment variables name, with a pipe to the process that
+    started it. SIGTERM asks it to end; before all ranks have formed a group it ends at once."""
     end_with_parent()
     number, post = int(os.environ["RANK"]), Outbox(os.open(pipe, os.O_WRONLY)).send
     stacks.offer()
@@ -143,7 +251,10 @@ def _recording_silence(report: ProcessReporter, path: Path) -> Iterator[None]:
             last = report.last_beat
             if last > written and time.monotonic() - last > SILENCE_S:
                 written = time.monotonic()
-                write_flight_record(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_suffix(".partial")
+                partial.write_bytes(_dump())
+                partial.replace(path)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -152,11 +263,3 @@ def _recording_silence(report: ProcessReporter, path: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def write_flight_record(path: Path) -> None:
-    """Write the last collectives of this process, and their states."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(_dump())
-    partial.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -16,12 +17,7 @@ from jobs.training.errors import MemoryLimit
 MEMORY_HELD = Quantity("memory_held", "MiB", "Memory held by a rank", "memory held", Better.LOWER)
 HOST_MEMORY = Quantity("host_memory", "MiB", "Host memory of a rank", "host memory", Better.LOWER)
 
-INTERVALS = 1000
-"""Intervals that a whole soak is divided into."""
-
-WARM_UP_S = 60.0
-"""Longest warm-up of a process [s of training]; of shorter pieces it is their first tenth."""
-
+INTERVALS = 1000  # that a whole soak is divided into
 GB = 10**9
 _LOOK_S = 1.0  # of training between two looks at the memory; each interval ends with one, too
 
@@ -34,18 +30,12 @@ _COLUMNS = (  # of the table
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """Times and bounds of a soak.
+    """Times and bounds of a soak."""
 
-    Attributes:
-        minutes: of training, over all pieces.
-        piece_minutes: of training after which a process ends, and a fresh one goes on.
-        alert_gb, limit_gb: memory that a rank holds [GB]: beyond it a warning, the end.
-    """
-
-    minutes: float
-    piece_minutes: float
-    alert_gb: float
-    limit_gb: float
+    minutes: float  # of training, over all pieces
+    piece_minutes: float  # of training after which a process ends, and a fresh one goes on
+    alert_gb: float  # memory that a rank holds [GB]: beyond it a warning
+    limit_gb: float  # and beyond this the end
 
     @property
     def interval_s(self) -> float:
@@ -54,43 +44,28 @@ class SoakPlan:
 
     @property
     def warm_up_s(self) -> float:
-        """Seconds of each process that do not count for slopes and times."""
-        return min(WARM_UP_S, 6 * self.piece_minutes)
+        """Seconds of each process that do not count for slopes and times: its first tenth, at most a minute."""
+        return min(60.0, 6 * self.piece_minutes)
 
 
 @dataclass
 class Interval:
-    """Steps in a row.
+    """Steps in a row. Sizes [bytes] are the highest; those of the GPU are 0 on a CPU."""
 
-    Attributes:
-        process: number of the process among those that trained, from 0.
-        end_s: seconds of training at its end.
-        end_step: steps done at its end.
-        steps, seconds: number and time of its steps.
-        loss: sum over its steps [nat/byte].
-        allocated, reserved: bytes on the GPU, the highest; 0 on a CPU.
-        driver: bytes in use on the card as the driver counts them, other processes included, the highest; 0 on a CPU.
-        resident: bytes of the process in the host's memory, the highest.
-        warm: whether it begins after the warm-up of its process.
-        checkpoints: that its process had begun; the first one leaves buffers behind, saved or not.
-        compute_ms: sum of the rank's own compute times; 0 where they are unknown.
-        busy: sum of the utilisation of its GPU in `looks` looks [%].
-    """
-
-    process: int
-    end_s: float
-    end_step: int
+    process: int  # number of the process among those that trained, from 0
+    end_s: float  # seconds of training at its end
+    end_step: int  # steps done at its end
     steps: int = 0
     seconds: float = 0.0
-    loss: float = 0.0
+    loss: float = 0.0  # sum over its steps [nat/byte]
     allocated: int = 0
     reserved: int = 0
-    driver: int = 0
-    resident: int = 0
-    warm: bool = False
-    checkpoints: int = 0
-    compute_ms: float = 0.0
-    busy: float = 0.0
+    driver: int = 0  # in use on the card as the driver counts them, other processes included
+    resident: int = 0  # of the process in the host's memory
+    warm: bool = False  # whether it begins after the warm-up of its process
+    checkpoints: int = 0  # that its process had begun; the first one leaves buffers behind, saved or not
+    compute_ms: float = 0.0  # sum of the rank's own compute times; 0 where they are unknown
+    busy: float = 0.0  # sum of the utilisation of its GPU in `looks` looks [%]
     looks: int = 0
 
     @property
@@ -111,21 +86,13 @@ class Interval:
 
 @dataclass
 class SoakHistory:
-    """Findings of a soak up to a step; checkpoints store them, so that each process goes on with the whole.
+    """Findings of a soak up to a step; checkpoints store them, so that each process goes on with the whole."""
 
-    Attributes:
-        elapsed_s: seconds of training, of all processes.
-        alert_s: those above the alert.
-        pieces: processes that reached the end of their piece.
-        done: whether the whole time has been trained.
-        intervals: in order; the last one may still grow.
-    """
-
-    elapsed_s: float = 0.0
-    alert_s: float = 0.0
-    pieces: int = 0
-    done: bool = False
-    intervals: list[Interval] = field(default_factory=list)
+    elapsed_s: float = 0.0  # of training, of all processes
+    alert_s: float = 0.0  # those above the alert
+    pieces: int = 0  # processes that reached the end of their piece
+    done: bool = False  # whether the whole time has been trained
+    intervals: list[Interval] = field(default_factory=list)  # in order; the last one may still grow
 
     def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Values in which ranks must agree, and those of this rank, as plain numbers."""
@@ -134,7 +101,7 @@ class SoakHistory:
 
     def load_state_dicts(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Go on from what `state_dicts` returned."""
-        self.elapsed_s, self.pieces, self.done = shared["elapsed_s"], shared["pieces"], shared["done"]
+        self.elapsed_s, self.pieces, self.done = (shared["elapsed_s"], shared["pieces"], shared["done"])
         self.alert_s = own["alert_s"]
         self.intervals = [Interval(*row) for row in own["intervals"]]
 
@@ -146,12 +113,12 @@ class SoakHistory:
         """A table of all intervals: seconds, MiB, nat/byte, ms of a step, %."""
         lines = [",".join(_COLUMNS)]
         for each in self.intervals:
-            times = f"{each.end_s:.3f},{each.end_step},{each.steps},{1000 * each.seconds / each.steps:.4f}"
-            memory = (each.allocated, each.reserved, each.driver, each.resident)
-            sizes = ",".join(f"{size / 2**20:.1f}" for size in memory)
-            flags = f"{int(not each.warm)},{each.checkpoints}"
-            own = f"{each.compute_ms / each.steps:.4f},{each.busy / each.looks if each.looks else float('nan'):.1f}"
-            lines.append(f"{each.process},{times},{each.loss / each.steps:.5f},{sizes},{flags},{own}")
+            step_ms, compute_ms = (1000 * each.seconds / each.steps, each.compute_ms / each.steps)
+            sizes = [f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.driver, each.resident)]
+            busy = each.busy / each.looks if each.looks else math.nan
+            row = [each.process, f"{each.end_s:.3f}", each.end_step, each.steps, f"{step_ms:.4f}"]
+            row += [f"{each.loss / each.steps:.5f}", *sizes, int(not each.warm), each.checkpoints]
+            lines.append(",".join(map(str, [*row, f"{compute_ms:.4f}", f"{busy:.1f}"])))
         return "\n".join(lines) + "\n"
 
 
@@ -161,11 +128,7 @@ class SoakWatch:
     Args:
         history: of the processes before; the watch goes on with it.
         device: of this rank, whose memory is watched: reserved by PyTorch's allocator on a GPU, else resident.
-        beat: gets the alert and the live series MEMORY_HELD and HOST_MEMORY.
         utilization: of this rank's GPU [%]; None if it is unknown.
-
-    Attributes:
-        over: whether the piece's time is over; equal on all ranks.
     """
 
     def __init__(
@@ -179,15 +142,12 @@ class SoakWatch:
     ) -> None:
         self.plan = plan
         self.history = history
-        self.over = False
-        self._device = device
-        self._rank = rank
+        self.over = False  # whether the piece's time is over; equal on all ranks
+        self._device, self._rank = device, rank
         self._utilization = utilization
         self._report = reporter(beat)
-        self._process = 0
         self._checkpoints = 0
-        self._begun_s = history.elapsed_s
-        self._looked_s = -_LOOK_S
+        self.begin(0)
 
     def begin(self, process: int) -> None:
         """Begin the piece of process number `process`, once the history has been loaded."""
@@ -201,66 +161,66 @@ class SoakWatch:
         the last one that the next process finds. Raises MemoryLimit.
         """
         if self._looked_s < self.history.elapsed_s:
-            last = self.history.intervals[-1]
-            self._look(last.end_step, last)
+            self._look(self.history.intervals[-1])
         self._checkpoints += 1
 
     def add(self, step: int, loss: float, seconds: float, agreed_s: float, compute_ms: float | None = None) -> None:
-        """Add a step.
+        """Add a step, numbered from 1. Raises MemoryLimit if this rank holds more than the plan allows.
 
         Args:
-            step: its number, from 1.
             loss: [nat/byte].
-            seconds: its time.
             agreed_s: seconds of training up to it, equal on all ranks.
             compute_ms: this rank's own compute time; None if unknown.
-
-        Raises:
-            MemoryLimit: this rank holds more than the plan allows.
         """
         history, plan = self.history, self.plan
-        warm = history.elapsed_s - self._begun_s >= plan.warm_up_s
         last = history.intervals[-1] if history.intervals else None
-        first = last is None or last.process != self._process or (self._checkpoints > 0 and not last.checkpoints)
-        if last is None or first or last.seconds >= plan.interval_s:
+        if (
+            last is None
+            or last.process != self._process
+            or last.seconds >= plan.interval_s
+            or (self._checkpoints > 0 and not last.checkpoints)
+        ):
+            warm = history.elapsed_s - self._begun_s >= plan.warm_up_s
             history.intervals.append(last := Interval(self._process, 0, 0, warm=warm))
         last.checkpoints = self._checkpoints
         history.elapsed_s += seconds
-        over = agreed_s >= min(self._begun_s + 60 * plan.piece_minutes, 60 * plan.minutes)
-        history.pieces += over and not self.over
-        self.over = over
-        history.done = agreed_s >= 60 * plan.minutes
         last.steps += 1
         last.seconds += seconds
         last.loss += loss
         last.compute_ms += compute_ms or 0.0
         last.end_s, last.end_step = history.elapsed_s, step
-        if self.over or last.seconds >= plan.interval_s or history.elapsed_s - self._looked_s >= _LOOK_S:
-            self._look(step, last)
+        over = agreed_s >= min(self._begun_s + 60 * plan.piece_minutes, 60 * plan.minutes)
+        history.pieces += over and not self.over
+        self.over = over
+        history.done = agreed_s >= 60 * plan.minutes
+        if over or last.seconds >= plan.interval_s or history.elapsed_s - self._looked_s >= _LOOK_S:
+            self._look(last)
 
-    def _look(self, step: int, last: Interval) -> None:
+    def _look(self, last: Interval) -> None:
         """Look at the memory since the last look, and at the GPU's utilisation."""
-        since, self._looked_s = self._looked_s, self.history.elapsed_s
+        history, plan = self.history, self.plan
+        since, self._looked_s = self._looked_s, history.elapsed_s
         allocated, reserved, driver, resident = _memory(self._device)
-        last.allocated, last.reserved = max(last.allocated, allocated), max(last.reserved, reserved)
-        last.driver, last.resident = max(last.driver, driver), max(last.resident, resident)
+        last.allocated, last.reserved = (max(last.allocated, allocated), max(last.reserved, reserved))
+        last.driver, last.resident = (max(last.driver, driver), max(last.resident, resident))
         if (busy := self._utilization()) is not None:
             last.busy += busy
             last.looks += 1
-        held, plan = reserved or resident, self.plan
-        self._report.sample(step, {MEMORY_HELD.name: held / 2**20, HOST_MEMORY.name: resident / 2**20}, self._rank)
+        held = reserved or resident
+        series = {MEMORY_HELD.name: held / 2**20, HOST_MEMORY.name: resident / 2**20}
+        self._report.sample(last.end_step, series, self._rank)
         if held <= plan.alert_gb * GB:
             return
-        settled = self.history.settled(plan)
+        settled = history.settled(plan)
         before = f"; after the first warm-up it held {settled[0].held / GB:.3g} GB" if settled else ""
         bound = f"limit_gb: {plan.limit_gb:g}" if held > plan.limit_gb * GB else f"alert_gb: {plan.alert_gb:g}"
-        after = f"after {self.history.elapsed_s / 60:.3g} min and {step:,} steps, in process {self._process + 1}"
+        after = f"after {history.elapsed_s / 60:.3g} min and {last.end_step:,} steps, in process {self._process + 1}"
         text = f"rank {self._rank} holds {held / GB:.4g} GB, more than {bound}, {after}{before}"
         if held > plan.limit_gb * GB:
             raise MemoryLimit(text)
-        if self.history.alert_s == 0:
+        if history.alert_s == 0:
             self._report.warn(text)
-        self.history.alert_s += self.history.elapsed_s - since
+        history.alert_s += history.elapsed_s - since
 
 
 def _memory(device: torch.device) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ from jobs.train import Spec, measure
 from jobs.training import parallel as parallel_model
 from jobs.training.case import Layout
 from jobs.training.data.base import load_corpus
-from jobs.training.errors import Diverged, Ineffective
+from jobs.training.errors import Ineffective
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
 from nsa_core.model import PRESETS, NSATransformer
@@ -52,15 +52,6 @@ def test_the_loss_falls_on_held_out_text(text: Path) -> None:
         assert curve[-1] < curve[0]
 
 
-def test_the_same_seed_gives_the_same_losses_and_another_one_others(text: Path) -> None:
-    def curve(seed: int) -> tuple[float, ...]:
-        result = _train(_spec(text, steps=5, seed=seed))
-        return next(m.samples for m in result.metrics if m.name == "loss")
-
-    assert curve(1) == curve(1)
-    assert curve(1) != curve(2)
-
-
 def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> None:
     plain, saving = (_train(_spec(text, steps=5, seq_len=256, checkpointing=on)) for on in (False, True))
     assert plain.environment["training"]["checkpointing"] is False
@@ -72,7 +63,7 @@ def test_cuda_graphs_that_were_not_captured_are_an_error(monkeypatch: pytest.Mon
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
     model = NSATransformer(PRESETS["tiny"])
-    parallel = ParallelModel(model, Layout(1), 0, torch.device("cpu"), compiled=True, cuda_graphs=True)
+    parallel = ParallelModel(model, Layout(1), torch.device("cpu"), compiled=True, cuda_graphs=True)
     options = {"deterministic": True, "triton.cudagraphs": True}  # torch's mode "reduce-overhead", and repeated bits
     assert asked == [{"fullgraph": True, "dynamic": False, "options": options}]
     monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=0, idle=0))
@@ -111,12 +102,6 @@ def test_it_trains_in_each_precision_and_needs_the_memory_that_was_predicted(tex
     assert abs(found["estimate_error"]) < 10
 
 
-def test_an_infinite_or_nan_loss_is_an_error(text: Path) -> None:
-    wild = _spec(text, optimizer={"warmup_steps": 0, "learning_rate": 1e30, "grad_clip": 1e30})
-    with pytest.raises(Diverged, match=r"loss (nan|inf) at step \d+; lower optimizer\.learning_rate"):
-        _train(wild)
-
-
 def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
     spec = OptimizerSpec(learning_rate=1.0, warmup_steps=4, final_fraction=0.1)
     rates = [learning_rate(spec, step, 20) for step in range(20)]
@@ -141,7 +126,6 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.training.data.base._MOST_BYTES", 12_500)
-    monkeypatch.setattr("jobs.training.data.base._PIECE", 100)
     draw = Random(0)
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))
@@ -151,11 +135,8 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
         for name in ("copy 1", "copy 2"):
             (tmp_path / name).write_bytes(document)
         corpus = load_corpus(tmp_path, 0.5, 48)
-        counts = [bytes(part.tolist()).count(document[:900]) for part in (corpus.train, corpus.heldout)]
-        assert sorted(counts) == [0, 2], "both on one side"
-        assert len(corpus.train) + len(corpus.heldout) == 12_501
-        sides.add(counts[0])
-    assert sides == {0, 2}, "else this tests nothing"
+        sides.add(tuple(bytes(part.tolist()).count(document[:900]) for part in (corpus.train, corpus.heldout)))
+    assert sides == {(0, 2), (2, 0)}, "both on one side"
 
 
 def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Path) -> None:
@@ -167,6 +148,6 @@ def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Pa
         load_corpus(file, 0.1, 128)
     (tmp_path / "copy.txt").write_bytes(file.read_bytes())
     with pytest.raises(
-        ValueError, match=r"held-out part is empty, as the contents of its 2 files put all .* one alone"
+        ValueError, match=r"held-out part has 0 bytes, .*; give more files that differ, one alone, of wh"
     ):
         load_corpus(tmp_path, 0.1, 16)

@@ -7,217 +7,186 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import posixpath
 import re
+import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import fsspec
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.schema.plain_text import error_in_a_line
 
 MANIFEST = "complete.json"
+OPTIONS = {"skip_instance_cache": True, "use_listings_cache": False}  # of fsspec: other processes write, too
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)")
-_STARTS = "starts"  # a file for each start: one that was killed before it could save anything counts, too
 _PIECE = 8 << 20  # bytes read at a time
+_PATIENCE_S = 10.0  # a network's file system may show a new file late
 
 
 class CheckpointError(Exception):
     """The folder of the checkpoints, or one of them, cannot be used. One line."""
 
 
-@dataclass(frozen=True)
-class WrittenFile:
+class WrittenFile(BaseModel):
     """A file of a checkpoint: its size [bytes] and the SHA-256 of its content."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     size: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Description of a complete checkpoint, stored in it as JSON.
+class Manifest(BaseModel):
+    """Description of a complete checkpoint, stored in it as JSON."""
 
-    Attributes:
-        number: place in the order of saving, from 1; also of attempts that failed.
-        first: number of the first checkpoint of the same training.
-        step: steps done.
-        steps: steps of the whole training; of a soak a number that is never reached.
-        ranks: number of ranks that saved it.
-        key: key of the point when it was saved (jobs.schema.point.Surroundings).
-        heldout: held-out loss at `step` [nat/byte]; None if it was not measured.
-        begun: steps at which its training began and was resumed, in the order of time.
-        foreign: first steps that were done under another key.
-        route: kernels that ran, by branch.
-        files: its files by name.
-        text: digest of the text that is learned.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
-
-    number: int
-    first: int
-    step: int
-    steps: int
-    ranks: int
-    key: str
-    heldout: float | None
-    begun: tuple[int, ...]
-    foreign: int
-    text: str
-    route: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, WrittenFile] = field(default_factory=dict)
+    number: int  # place in the order of saving, from 1; also of attempts that failed
+    first: int  # number of the first checkpoint of the same training
+    step: int  # steps done
+    steps: int  # of the whole training; of a soak a number that is never reached
+    ranks: int  # that saved it
+    key: str  # of the point when it was saved (jobs.schema.point.Surroundings)
+    heldout: float | None = None  # held-out loss at `step` [nat/byte], if it was measured
+    begun: tuple[int, ...]  # steps at which its training began and was resumed, in the order of time
+    foreign: int  # first steps that were done under another key
+    text: str  # digest of the text that is learned
+    route: Mapping[str, str] = {}  # kernels that ran, by branch
+    files: Mapping[str, WrittenFile] = {}
 
     @property
     def name(self) -> str:
         return f"{self.number:06d}-step-{self.step}"
 
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files.values())
-
     def is_gone_on_from(self, key: str) -> bool:
         """Whether the training of a point goes on from it: one that other code has finished begins anew."""
         return self.step < self.steps or self.key == key
 
-    @classmethod
-    def from_json(cls, content: bytes) -> Manifest | None:
-        """The manifest in a file's content; None if it is torn or not ours."""
-        try:
-            found = _MANIFEST.validate_json(content)
-        except ValidationError:
-            return None
-        return found if found.files and 1 <= found.first <= found.number else None
-
-
-_MANIFEST = TypeAdapter(Manifest)
-
 
 class CheckpointFolder:
-    """The folder at a URL. Contacted when a method needs it; not made before a checkpoint is written."""
+    """The folder at a URL. Not made before a checkpoint is written; whatever reads it raises CheckpointError."""
 
     def __init__(self, url: str) -> None:
-        """Raises CheckpointError for a URL that fsspec cannot open."""
         self.url = url.rstrip("/")
+        self._fs: Any
+        with self._reading():
+            self._fs, self._root = fsspec.url_to_fs(self.url, **OPTIONS)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
         try:
-            self._fs: Any = fsspec.url_to_fs(self.url, **filesystem_options())[0]
+            yield
+        except FileNotFoundError:
+            raise
         except Exception as err:  # the packages of the schemes raise errors of their own
-            raise self._failed(err) from None
-        self._root = str(self._fs._strip_protocol(self.url))
+            reason = error_in_a_line(err)
+            raise CheckpointError(
+                f"checkpoints: {self.url}: cannot be read: {reason}; mend the artifact store"
+            ) from None
 
     def names(self) -> list[str]:
-        """Folders of complete and incomplete checkpoints, newest first. Raises CheckpointError."""
+        """Folders of complete and incomplete checkpoints, newest first."""
         try:
-            entries = self._fs.ls(self._root, detail=False)
+            with self._reading():
+                entries = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        except Exception as err:
-            raise self._failed(err) from None
         names = [posixpath.basename(str(entry).rstrip("/")) for entry in entries]
         return sorted((name for name in names if _FOLDER.fullmatch(name)), key=number_of, reverse=True)
 
-    def complete(self) -> list[Manifest]:
-        """Manifests of the complete checkpoints, newest first. Raises CheckpointError."""
-        return [manifest for _, manifest in self.manifests() if manifest is not None]
-
     def manifests(self) -> list[tuple[str, Manifest | None]]:
-        """Folders with a manifest, newest first; None where that is torn or not ours. Raises CheckpointError."""
-        found = []
+        """Folders with a manifest, newest first; None where that is torn or not ours."""
+        found: list[tuple[str, Manifest | None]] = []
         for name in self.names():
             try:
-                manifest = Manifest.from_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+                with self._reading():
+                    content = self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}")
             except FileNotFoundError:
                 continue
-            except Exception as err:
-                raise self._failed(err) from None
+            manifest = None
+            with contextlib.suppress(ValidationError):
+                manifest = Manifest.model_validate_json(content)
             found.append((name, manifest if manifest is not None and manifest.name == name else None))
         return found
 
-    def step_to_go_on_from(self, key: str) -> int | None:
-        """Step of the newest complete checkpoint; None if the training of a point begins anew. Raises CheckpointError.
+    def complete(self) -> list[Manifest]:
+        """Manifests of the complete checkpoints, newest first."""
+        return [manifest for _, manifest in self.manifests() if manifest is not None]
 
-        Args:
-            key: the point's (jobs.schema.point.Surroundings).
-        """
+    def step_to_go_on_from(self, key: str) -> int | None:
+        """Step of the newest complete checkpoint; None if the training of the point of this key begins anew."""
         newest = next(iter(self.complete()), None)
         return newest.step if newest is not None and newest.is_gone_on_from(key) else None
 
     def note_start(self, key: str) -> None:
-        """Note that the ranks of a point are started. Raises CheckpointError."""
-        try:
-            self._fs.makedirs(f"{self._root}/{_STARTS}", exist_ok=True)
-            self._fs.pipe_file(f"{self._root}/{_STARTS}/{key}-{uuid.uuid4().hex}", b"started")
-        except Exception as err:
-            raise self._failed(err) from None
+        """Note that ranks are started, as a file: a start that was killed before it could save anything counts, too."""
+        with self._reading():
+            self._fs.makedirs(f"{self._root}/starts", exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/starts/{key}-{uuid.uuid4().hex}", b"started")
 
     def starts(self, key: str) -> int:
-        """Number of starts noted under a key. Raises CheckpointError."""
-        try:
-            return len(self._fs.glob(f"{self._root}/{_STARTS}/{key}-*"))
-        except Exception as err:
-            raise self._failed(err) from None
+        """Number of starts noted under a key."""
+        with self._reading():
+            return len(self._fs.glob(f"{self._root}/starts/{key}-*"))
 
-    def damage(self, manifest: Manifest, name: str, sign: Callable[[], None]) -> str | None:
-        """The difference of a file from the one that was written, in words; None if it is the same.
+    def write_mark(self) -> str | None:
+        """Path of a new file in the folder; None if it cannot be written."""
+        mark = f"{self._root}/.reach-{uuid.uuid4().hex}"
+        with contextlib.suppress(Exception):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(mark, b"reach")
+            return mark
+        return None
 
-        Args:
-            name: of the file.
-            sign: called after each piece that was read.
-        """
+    def sees(self, mark: str) -> bool:
+        """Whether a file that another host wrote is here, or comes within seconds."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._fs.exists(mark):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        return True
+
+    def damage(self, manifest: Manifest, name: str, progress: Callable[[], None]) -> str | None:
+        """The difference of a file from the one that was written, in words; None if it is the same."""
         digest, size = hashlib.sha256(), 0
         try:
             with self._fs.open(f"{self._root}/{manifest.name}/{name}", "rb") as file:
                 while piece := file.read(_PIECE):
                     digest.update(piece)
                     size += len(piece)
-                    sign()
+                    progress()
         except Exception as err:
             return f"{name} cannot be read ({error_in_a_line(err)})"
-        if size != manifest.files[name].size:
-            return f"{name} has {size:,} bytes instead of {manifest.files[name].size:,}"
-        return None if digest.hexdigest() == manifest.files[name].sha256 else f"{name} has another content (sha256)"
+        written = manifest.files[name]
+        if size != written.size:
+            return f"{name} has {size:,} bytes instead of {written.size:,}"
+        return None if digest.hexdigest() == written.sha256 else f"{name} has another content (sha256)"
 
     def complete_with(self, manifest: Manifest) -> None:
         """Write the manifest, which makes its checkpoint complete. Raises what the filesystem raises."""
-        folder = f"{self._root}/{manifest.name}"
-        content = json.dumps(asdict(manifest), indent=1).encode()
+        path, content = (f"{self._root}/{manifest.name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
         if self.url.startswith("file:"):
-            with self._fs.open(f"{folder}/.{MANIFEST}.part", "wb") as file:
+            with self._fs.open(f"{path}.part", "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # a name without content would count as a torn checkpoint
-            self._fs.mv(f"{folder}/.{MANIFEST}.part", f"{folder}/{MANIFEST}")
+            self._fs.mv(f"{path}.part", path)
         else:  # an object appears whole or not at all; elsewhere a torn one is no JSON
-            self._fs.pipe_file(f"{folder}/{MANIFEST}", content)
+            self._fs.pipe_file(path, content)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, the manifest first. Raises what the filesystem raises."""
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
-
-    def _failed(self, err: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"checkpoints: {self.url}: cannot be read: {error_in_a_line(err)}; mend the artifact store"
-        )
-
-
-def filesystem_options() -> dict[str, bool]:
-    """fsspec's options: a connection of its own, and listings that are not remembered."""
-    return {"skip_instance_cache": True, "use_listings_cache": False}
+        """Remove a checkpoint, the manifest first, or a mark. Raises what the filesystem raises."""
+        for path in (f"{self._root}/{name}/{MANIFEST}", f"{self._root}/{name}"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._fs.rm(path, recursive=True)
 
 
 def number_of(name: str) -> int:
     """The number in the name of a checkpoint's folder."""
-    match = _FOLDER.fullmatch(name)
-    assert match is not None
-    return int(match[1])
+    return int(name.partition("-")[0])

@@ -1,42 +1,43 @@
-"""torch.distributed.checkpoint's writer and reader at a URL of fsspec; the writer hashes and completes a checkpoint."""
+"""torch.distributed.checkpoint's writer at a URL of fsspec, which hashes what it writes and completes a checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import fsspec
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile, filesystem_options
+from jobs.training.checkpoints.folder import OPTIONS, CheckpointFolder, Manifest, WrittenFile
 
 
-class Writer(FileSystemWriter):
+class Writer(FsspecWriter):
     """Writes one checkpoint; its last act, on the first rank, is the manifest.
 
     Args:
         manifest: of the checkpoint, without files.
-        sign: called after each piece that was written, with the bytes of this rank so far.
+        progress: called after each piece that was written, with the bytes of this rank so far.
+
+    Attributes:
+        begun, ended: clock when it was made, and on the first rank when the checkpoint was complete [s].
     """
 
-    def __init__(self, folder: CheckpointFolder, manifest: Manifest, sign: Callable[[int], None]) -> None:
-        local = folder.url.startswith("file:")  # elsewhere PyTorch would sync all disks of the host
-        super().__init__(manifest.name, sync_files=local)
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest, progress: Callable[[int], None]) -> None:
+        url, local = f"{folder.url}/{manifest.name}", folder.url.startswith("file:")
+        super().__init__(url, sync_files=local)  # elsewhere PyTorch would sync all disks of the host
         self.manifest = manifest
+        self.begun = self.ended = time.perf_counter()
         self._folder = folder
-        self._files = self.fs = _FileSystem(sign)
-        self.path = self.fs.init_path(f"{folder.url}/{manifest.name}")
+        self._files = self.fs = _HashingFileSystem(progress)
+        self.path = self.fs.init_path(url, **OPTIONS)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As StorageWriter; also returns this rank's files, which `finish` gets on the first rank."""
@@ -45,68 +46,45 @@ class Writer(FileSystemWriter):
         found.set_result(results)
         return found
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """As StorageWriter; then writes the manifest."""
-        files: dict[str, WrittenFile] = {}
-        for *_, of_rank in results:
-            assert isinstance(of_rank, dict)
-            files |= of_rank
+        files = {name: file for of_rank in results for name, file in of_rank[-1].items()}
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
         files[".metadata"] = self._files.written[".metadata.tmp"]
-        self.manifest = replace(self.manifest, files=files)
+        self.manifest = self.manifest.model_copy(update={"files": files})
         self._folder.complete_with(self.manifest)
+        self.ended = time.perf_counter()
 
 
-class Reader(FileSystemReader):
-    """Reads the checkpoint at a URL."""
+class _HashingFileSystem(FileSystem):
+    """Notes the size and hash of each file that is written."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.fs = _FileSystem(lambda _: None)
-        self.path = self.fs.init_path(url)
-
-
-class _FileSystem(FileSystem):
-    """fsspec for DCP; notes the size and hash of each file that is written."""
-
-    fs: Any  # connected by init_path
-
-    def __init__(self, sign: Callable[[int], None]) -> None:
+    def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
         self.written: dict[str, WrittenFile] = {}
-        self._sign = sign
+        self._progress = progress
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def init_path(self, path: Any, **_: Any) -> Any:
-        """Connect to the URL's filesystem. Returns the path in it."""
-        self.fs, path = fsspec.url_to_fs(path, **filesystem_options())
-        return path
-
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A file's stream. A file that could not be written is removed, so that a full disk gets room again."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
                 yield stream
-            return
-        hashing: _HashingStream | None = None
-        try:
-            with self.fs.open(path, mode) as stream:
-                hashing = _HashingStream(stream, self._wrote)
+                return
+            hashing = _HashingStream(stream, self._wrote)
+            try:
                 yield hashing
-        except BaseException as err:  # also of closing, which PyTorch's own leaves to others
-            with contextlib.suppress(Exception):
-                self.rm_file(path)
-            if isinstance(err, RuntimeError) and hashing is not None and hashing.failure is not None:
-                raise hashing.failure from None
-            raise
-        self.written[path.rpartition("/")[2]] = WrittenFile(hashing.size, hashing.digest.hexdigest())
+            except RuntimeError:
+                if hashing.failure is not None:
+                    raise hashing.failure from None
+                raise
+        self.written[path.rpartition("/")[2]] = WrittenFile(size=hashing.size, sha256=hashing.digest.hexdigest())
 
     def _wrote(self, count: int) -> None:
         with self._lock:
             self._bytes += count
-            self._sign(self._bytes)
+            self._progress(self._bytes)
 
 
 class _HashingStream(io.RawIOBase):
@@ -122,9 +100,13 @@ class _HashingStream(io.RawIOBase):
         self.digest = hashlib.sha256()
         self.size = 0
         self.failure: Exception | None = None
+        self.flush, self.fileno = stream.flush, stream.fileno
 
     def writable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self.size
 
     def write(self, data: Any) -> int:
         try:
@@ -137,12 +119,3 @@ class _HashingStream(io.RawIOBase):
         self.size += view.nbytes
         self._wrote(view.nbytes)
         return view.nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()

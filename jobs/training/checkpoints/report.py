@@ -23,28 +23,18 @@ class CheckpointSpec(Strict):
 
     every: Count = Field(description="steps between two checkpoints; the last step has one, too")
     keep_last: Count = Field(default=2, description="newest checkpoints that are kept")
-    keep_best: bool | Count = Field(
-        default=False, description="checkpoints of the lowest held-out loss that are kept besides; true: 1"
-    )
+    keep_best: bool | Count = Field(default=False, description="those of the lowest held-out loss, besides; true: 1")
     asynchronous: bool = Field(default=False, description="copy the state to the host's memory and write it meanwhile")
 
 
 @dataclass
 class CheckpointReport:
-    """History of the checkpoints of one attempt, on its first rank.
+    """History of the checkpoints of one attempt, on its first rank."""
 
-    Attributes:
-        folder: their URL.
-        waits_ms: time that the training waited for each one.
-        times_ms, sizes: time until each was complete, and its bytes.
-        kept: names of the complete ones.
-        failures, damaged: one line for each that could not be saved or loaded.
-    """
-
-    folder: str
-    waits_ms: list[float] = field(default_factory=list)
-    times_ms: list[float] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    folder: str  # their URL
+    waits_ms: list[float] = field(default_factory=list)  # that the training waited for each one
+    times_ms: list[float] = field(default_factory=list)  # until each was complete
+    sizes: list[int] = field(default_factory=list)  # [bytes]
+    kept: list[str] = field(default_factory=list)  # names of the complete ones
+    failures: list[str] = field(default_factory=list)  # one line for each that could not be saved
+    damaged: list[str] = field(default_factory=list)  # or loaded

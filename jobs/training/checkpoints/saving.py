@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -19,23 +24,62 @@ from jobs.measure.clock import synchronize
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
-from jobs.training.checkpoints.exchange import Exchange
-from jobs.training.checkpoints.folder import MANIFEST, CheckpointError, CheckpointFolder, Manifest, number_of
-from jobs.training.checkpoints.io import Reader, Writer
+from jobs.training.checkpoints.folder import MANIFEST, OPTIONS, CheckpointError, CheckpointFolder, Manifest, number_of
+from jobs.training.checkpoints.io import Writer
 from jobs.training.checkpoints.report import CHECKPOINT_FAILURES, CheckpointReport, CheckpointSpec
-from jobs.training.state import Run, TrainingState, generators, packed, set_generators, unpacked
+from jobs.training.state import Run, TrainingState
 
-_POLL_S = 0.2
+T = TypeVar("T")
 
 
-@dataclass
-class _Saving:
-    """A checkpoint that is being written."""
+class Exchange:
+    """What ranks tell each other on the host, beside the collectives of the training. Made and used by all together."""
 
-    writer: Writer
-    begun: float
-    future: Future[Any] | None = None
-    ended: float = math.nan
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.group: Any = None
+        if dist.is_initialized():  # the supervisor tells a stalled rank from a slow one
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Value that the first rank makes. Its CheckpointError is raised on all ranks."""
+        made: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                made = [make(), None]
+            except CheckpointError as err:
+                made = [None, str(err)]
+        if self.group is not None:
+            dist.broadcast_object_list(made, src=0, group=self.group)
+        if made[1] is not None:
+            raise CheckpointError(made[1])
+        return made[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, by rank."""
+        values: list[Any] = [value] * self.ranks
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def check_reach(folder: CheckpointFolder, exchange: Exchange) -> None:
+    """Raise CheckpointError on all ranks if one, on another host, does not see what the first one writes."""
+    if exchange.ranks == 1:
+        return
+    own = socket.gethostname()
+    # Without a mark the store cannot be written, which each checkpoint will report.
+    mark, first = exchange.from_first(lambda: (folder.write_mark(), own))
+    blind = exchange.gathered(None if mark is None or folder.sees(mark) else own)
+    if exchange.rank == 0 and mark is not None:
+        with contextlib.suppress(Exception):
+            folder.remove(mark.rpartition("/")[2])
+    if host := next(filter(None, blind), None):
+        raise CheckpointError(
+            f"NSA_ARTIFACT_STORE: {folder.url}: node {host} does not see what node {first} writes there; name a store "
+            "that all nodes reach"
+        )
 
 
 class Checkpoints:
@@ -44,18 +88,12 @@ class Checkpoints:
     A checkpoint that cannot be saved costs only itself; ranks agree on whether it was.
 
     Args:
-        url: folder of the checkpoints (jobs.schema.point.Surroundings).
-        key: the point's key.
+        url, key: of the point (jobs.schema.point.Surroundings).
         text: digest of the text that is learned.
         steps: of the whole training; ENDLESS for a soak.
-        beat: gets progress, failures and the series CHECKPOINT_FAILURES.
-
-    Attributes:
-        report: for the result; complete on the first rank.
-        latest: step of the newest complete checkpoint; None without one.
 
     Raises:
-        CheckpointError: the URL cannot be used.
+        CheckpointError: the URL cannot be used, or is another folder on some rank's host.
     """
 
     def __init__(
@@ -65,27 +103,26 @@ class Checkpoints:
         key: str,
         text: str,
         steps: int,
-        exchange: Exchange,
+        rank: int,
+        ranks: int,
         device: torch.device,
         beat: Beat,
     ) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on one rank
-        self.report = CheckpointReport(url)
-        self.latest: int | None = None
+        self.report = CheckpointReport(url)  # complete on the first rank
+        self.latest: int | None = None  # step of the newest complete checkpoint
         self.spec = spec
         self._folder = CheckpointFolder(url)
-        self._key = key
-        self._text = text
-        self._steps = steps
-        self._exchange = exchange
+        self._key, self._text, self._steps = key, text, steps
+        self._exchange = exchange = Exchange(rank, ranks)
         self._device = device
         self._beat = reporter(beat)
         self._number = 0  # of the last checkpoint that was begun
         self._first = 1  # number of the first one of this training
         self._damaged: set[str] = set()
-        self._pending: _Saving | None = None
-        self._stager: DefaultStager | None = None
+        self._pending: tuple[Writer, Future[Any], DefaultStager] | None = None
         self._written = 0
+        check_reach(self._folder, exchange)
 
     def next_stop(self, step: int) -> int:
         """Step after which the next checkpoint is due, once `step` steps are done."""
@@ -94,11 +131,8 @@ class Checkpoints:
     def load(self, state: TrainingState, run: Run) -> Mapping[str, str] | None:
         """Go to the newest complete checkpoint that is not damaged; the ones that are get reported.
 
-        Returns:
-            The route of its training; None if there is no checkpoint, and `state` and `run` are as they were.
-
-        Raises:
-            CheckpointError: the folder cannot be read, or the checkpoint is of another text.
+        Returns the route of its training; None without one, and then `state` and `run` are as they were. Raises
+        CheckpointError if the folder cannot be read, or the checkpoint is of another text.
         """
         manifests, self._number = self._exchange.from_first(
             lambda: (self._folder.manifests(), max(map(number_of, self._folder.names()), default=0))
@@ -110,17 +144,18 @@ class Checkpoints:
                 continue
             if not manifest.is_gone_on_from(self._key):
                 return None
-            if (damage := self._damage(manifest)) is None:
-                if manifest.text != self._text:  # what is held out now could be what it has learned
-                    raise CheckpointError(
-                        f"data: its text is not the one that the checkpoint of step {manifest.step} has learned; give "
-                        "that text again, or start a new run"
-                    )
-                self._read(manifest, state, run)
-                self._first, self.latest = manifest.first, manifest.step
-                return manifest.route
-            self._damaged.add(manifest.name)
-            self._note(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
+            if damage := self._damage(manifest):
+                self._damaged.add(name)
+                self._note(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
+                continue
+            if manifest.text != self._text:  # what is held out now could be what it has learned
+                raise CheckpointError(
+                    f"data: its text is not the one that the checkpoint of step {manifest.step} has learned; give that "
+                    "text again, or start a new run"
+                )
+            self._read(manifest, state, run)
+            self._first, self.latest = manifest.first, manifest.step
+            return manifest.route
         return None
 
     def save(self, state: TrainingState, run: Run, route: Mapping[str, str], heldout: float | None) -> None:
@@ -142,53 +177,45 @@ class Checkpoints:
             route=dict(route),
             text=self._text,
         )
-        saving = _Saving(Writer(self._folder, manifest, self._wrote), time.perf_counter())
-        options: dict[str, Any] = {"storage_writer": saving.writer, "process_group": self._exchange.group}
+        writer = Writer(self._folder, manifest, self._wrote)
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._exchange.group}
         if self.spec.asynchronous:
             cuda = self._device.type == "cuda"
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
-            future = state_dict_saver.async_save(self._content(state, run), async_stager=self._stager, **options)
+            stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
+            future = state_dict_saver.async_save(self._content(state, run), async_stager=stager, **options)
             assert isinstance(future, Future)
-            saving.future = future
-            saving.future.add_done_callback(lambda _: setattr(saving, "ended", time.perf_counter()))
-            self._pending = saving
+            self._pending = writer, future, stager
         else:
             try:
                 state_dict_saver.save(self._content(state, run), **options)
-                self._saved(saving)
             except (Exception, CheckpointException) as err:  # the latter is no Exception
                 self._failed(manifest, err)
+            else:
+                self._saved(writer)
         self.report.waits_ms.append(1000 * (time.perf_counter() - begun))
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and take note of its end."""
-        if (saving := self._pending) is None:
-            return
-        assert saving.future is not None
-        seen = self._written
-        while not wait([saving.future], _POLL_S).done:
-            if self._written != seen:
+    def settle(self) -> bool:
+        """Wait for the checkpoint that is being written, if any, and take note of its end; returns whether one was."""
+        if self._pending is None:
+            return False
+        (writer, future, stager), seen = self._pending, self._written
+        while not wait([future], 0.2).done:
+            if self._written != seen:  # a stalled store is no progress
                 seen = self._written
                 self._beat(CHECKPOINT, seen)
         self._pending = None
-        self._release_stager()
-        if (err := saving.future.exception()) is None:
-            self._saved(saving)
+        stager.close()
+        if (err := future.exception()) is None:
+            self._saved(writer)
         else:
-            self._failed(saving.writer.manifest, err)
+            self._failed(writer.manifest, err)
+        return True
 
     def close(self) -> None:
-        """Wait for the last checkpoint, and give its memory back."""
-        begun, waited = time.perf_counter(), self._pending is not None
-        self.settle()
-        if waited and self.report.waits_ms:
+        """Wait for the last checkpoint, which the training does at its end."""
+        begun = time.perf_counter()
+        if self.settle():
             self.report.waits_ms[-1] += 1000 * (time.perf_counter() - begun)
-        self._release_stager()
-
-    def _release_stager(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
 
     def _content(self, state: TrainingState, run: Run) -> dict[str, Any]:
         progress = {
@@ -197,20 +224,22 @@ class Checkpoints:
             "losses": torch.tensor(run.losses, dtype=torch.float64),
             "seconds": torch.tensor(run.seconds, dtype=torch.float64),
         }
-        own = {"generators": generators(self._device), "compute_ms": torch.tensor(run.compute_ms, dtype=torch.float64)}
+        generators = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state(self._device)
+        own = {"generators": generators, "compute_ms": torch.tensor(run.compute_ms, dtype=torch.float64)}
         if run.soak is not None:
             progress["soak"], own["soak"] = run.soak.state_dicts()
         return {**state.tensors(), "progress": packed(progress), "ranks": {str(self._exchange.rank): packed(own)}}
 
     def _read(self, manifest: Manifest, state: TrainingState, run: Run) -> None:
         """Take over a checkpoint; one of another number of ranks without the ranks' own generators and times."""
-        same = manifest.ranks == self._exchange.ranks
-        content: dict[str, Any] = {**state.tensors(), "progress": b""}
-        if same:
-            content["ranks"] = {str(self._exchange.rank): b""}
-        url, group = f"{self._folder.url}/{manifest.name}", self._exchange.group
+        same, rank = manifest.ranks == self._exchange.ranks, str(self._exchange.rank)
+        content: dict[str, Any] = {**state.tensors(), "progress": b""} | ({"ranks": {rank: b""}} if same else {})
+        url = f"{self._folder.url}/{manifest.name}"
         try:
-            state_dict_loader.load(content, storage_reader=Reader(url), process_group=group)
+            reader = FsspecReader(url, **OPTIONS)
+            state_dict_loader.load(content, storage_reader=reader, process_group=self._exchange.group)
         except CheckpointException as err:
             raise CheckpointError(
                 f"checkpoints: {url}: is whole but cannot be loaded: {_cause(err)}; remove it to go on from the one "
@@ -224,36 +253,34 @@ class Checkpoints:
         run.seconds = progress["seconds"].tolist()
         run.begun = [*manifest.begun, manifest.step]
         run.foreign = manifest.foreign if manifest.key == self._key else manifest.step
-        if same:
-            own = unpacked(content["ranks"][str(self._exchange.rank)])
-            run.compute_ms = own["compute_ms"].tolist()
-            set_generators(own["generators"], self._device)
-            if run.soak is not None and manifest.key == self._key:  # other code's time does not count
-                run.soak.load_state_dicts(progress["soak"], own["soak"])
-        else:
+        if not same:
             run.compute_ms = [math.nan] * manifest.step
+            return
+        own = unpacked(content["ranks"][rank])
+        run.compute_ms = own["compute_ms"].tolist()
+        torch.set_rng_state(own["generators"]["cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(own["generators"]["cuda"], self._device)
+        if run.soak is not None and manifest.key == self._key:  # other code's time does not count
+            run.soak.load_state_dicts(progress["soak"], own["soak"])
 
     def _damage(self, manifest: Manifest) -> str | None:
         """The damage of a checkpoint, in words, or None. Each rank looks at a part of the files."""
-        own = sorted(manifest.files)[self._exchange.rank :: self._exchange.ranks]
-        found = (self._folder.damage(manifest, name, lambda: self._wrote(0)) for name in own)
-        damages = self._exchange.gathered(next((damage for damage in found if damage is not None), None))
-        return next((damage for damage in damages if damage is not None), None)
+        mine = sorted(manifest.files)[self._exchange.rank :: self._exchange.ranks]
+        found = (self._folder.damage(manifest, name, lambda: self._beat(CHECKPOINT)) for name in mine)
+        return next(filter(None, self._exchange.gathered(next(filter(None, found), None))), None)
 
     def _wrote(self, count: int) -> None:
-        """Note bytes that were written; show them unless a thread wrote them."""
         self._written = count
-        if not self.spec.asynchronous or count == 0:
+        if not self.spec.asynchronous:  # else a thread writes, and `settle` reports
             self._beat(CHECKPOINT, count)
 
-    def _saved(self, saving: _Saving) -> None:
-        manifest = saving.writer.manifest
-        self.latest = manifest.step
+    def _saved(self, writer: Writer) -> None:
+        self.latest = writer.manifest.step
         if self._exchange.rank > 0:
             return
-        ended = time.perf_counter() if math.isnan(saving.ended) else saving.ended
-        self.report.times_ms.append(1000 * (ended - saving.begun))
-        self.report.sizes.append(manifest.size)
+        self.report.times_ms.append(1000 * (writer.ended - writer.begun))
+        self.report.sizes.append(sum(file.size for file in writer.manifest.files.values()))
         try:
             self._retain()
         except Exception as err:
@@ -287,8 +314,19 @@ class Checkpoints:
             self._beat.warn(text)
 
 
+def packed(value: Any) -> bytes:
+    """A nested value with tensors as bytes: one item of a checkpoint, whatever its shape is when it is read."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """Value that `packed` took. Unpickles tensors and plain values only."""
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def _cause(err: BaseException) -> str:
     """The first rank's error in one of DCP's, on one line."""
-    if not isinstance(err, CheckpointException):
-        return error_in_a_line(err)
-    return next((error_in_a_line(wrapped[0]) for wrapped in err.failures.values()), error_in_a_line(err))
+    failures = err.failures.values() if isinstance(err, CheckpointException) else ()
+    return next((error_in_a_line(wrapped[0]) for wrapped in failures), error_in_a_line(err))

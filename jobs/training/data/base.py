@@ -59,11 +59,7 @@ class Corpus(Protocol):
 
 
 class DrawnBatches(Batches):
-    """Batches that a random generator draws: its state is the position in them.
-
-    Args:
-        draw: (tokens, targets) by the numbers of the generator alone.
-    """
+    """Batches that `draw` makes by the numbers of a generator alone, whose state is the position in them."""
 
     def __init__(self, draw: Callable[[torch.Generator], tuple[Tensor, Tensor]], generator: torch.Generator) -> None:
         self._draw = draw
@@ -88,10 +84,10 @@ def files_below(root: Path, pattern: str) -> list[Path]:
     """The file at `root`, or the files below it by name, without installed packages and hidden files."""
     if root.is_file():
         return [root]
-    hidden, found = ("site-packages", "dist-packages", "__pycache__"), list[Path]()
+    found: list[Path] = []
     for folder, folders, names in os.walk(root):
-        # The others are not entered: packages have most of the files.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in hidden]
+        packages = {"site-packages", "dist-packages", "__pycache__"}  # have most of the files, and are not entered
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in packages]
         found += (Path(folder, name) for name in names if not name.startswith("."))
     return sorted(path for path in found if path.match(pattern) and path.is_file())
 
@@ -110,44 +106,32 @@ def spread_windows(data: Tensor, batch: int, seq_len: int, count: int) -> list[t
 
 
 _MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
-_PIECE = 2**20  # bytes of the rest of a file to hash at once
 
 
 @dataclass(frozen=True)
 class ByteCorpus:
-    """Bytes as uint8 tensors; files follow each other, each ended by a zero byte.
-
-    Attributes:
-        train: [bytes] to learn from.
-        heldout: [bytes] of files that training never sees.
-        files: number of files read, both parts together.
-        sha256: digest of both parts.
-    """
+    """Bytes as uint8 tensors [bytes]; files follow each other, each ended by a zero byte."""
 
     train: Tensor
-    heldout: Tensor
-    files: int
-    sha256: str
+    heldout: Tensor  # of files that training never sees
+    files: int  # that were read, both parts together
+    sha256: str  # of both parts
 
     def batches(self, batch: int, seq_len: int, seed: int) -> DrawnBatches:
-        """Endless (tokens, targets), int64 [batch, seq_len] each, from random places seeded by `seed`."""
-
-        def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-            starts = torch.randint(len(self.train) - seq_len, (batch,), generator=generator)
-            return windows(self.train, starts, seq_len)
-
-        return DrawnBatches(draw, torch.Generator().manual_seed(seed))
+        """Batches from random places."""
+        places = len(self.train) - seq_len
+        return DrawnBatches(
+            lambda generator: windows(self.train, torch.randint(places, (batch,), generator=generator), seq_len),
+            torch.Generator().manual_seed(seed),
+        )
 
     def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        """`count` fixed (tokens, targets) as in `batches`, from places spread evenly over the held-out part."""
         return spread_windows(self.heldout, batch, seq_len, count)
 
     def text_bytes(self, targets: Tensor) -> int:
-        """Bytes of text that `targets` stand for: each is one."""
         return targets.numel()
 
     def about(self) -> dict[str, Any]:
-        """Files, sizes of both parts [bytes], and their digest."""
         sizes = {"train_bytes": len(self.train), "heldout_bytes": len(self.heldout)}
         return {"files": self.files, **sizes, "sha256": self.sha256}
 
@@ -158,10 +142,6 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     Files are held out by their contents alone, so that copies of a file are on the same side, also one that is cut at
     the limit. If there is only one file, its end is held out.
 
-    Args:
-        heldout: share of the files (of the bytes of a single file) to hold out.
-        seq_len: both parts must be longer than this.
-
     Raises:
         DataError: a part is too short for `seq_len`.
     """
@@ -170,41 +150,26 @@ def load_corpus(path: Path | None, heldout: float, seq_len: int) -> ByteCorpus:
     files = files_below(root, "*.py" if path is None else "*")
     read = count = 0
     for file in files:
-        content, sha256 = _beginning(file, _MOST_BYTES - read)
-        read, count = read + len(content), count + 1
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES - read) + b"\0"
+            stream.seek(0)
+            digest = hashlib.file_digest(stream, "sha256")  # of the whole file
+        digest.update(b"\0")
         if len(files) == 1:
             split = int(len(content) * (1 - heldout))
             parts[False] += content[:split]
             parts[True] += content[split:]
         else:
-            parts[is_heldout(sha256, heldout)] += content
+            parts[is_heldout(digest.digest(), heldout)] += content
+        read, count = read + len(content), count + 1
         if read >= _MOST_BYTES:
             break
     for held_out, content in parts.items():
         if len(content) <= seq_len + 1:
-            raise DataError(f"data.path: {str(root)!r}: {_too_few(held_out, len(content), count, seq_len)}")
-    digest = hashlib.sha256(parts[False] + parts[True]).hexdigest()
+            part = "held-out" if held_out else "training"
+            problem = f"its {part} part has {len(content)} bytes, too few for seq_len {seq_len}"
+            fix = "give more files that differ, one alone, of which the end is held out, or shorten seq_len"
+            raise DataError(f"data.path: {str(root)!r}: {problem}; {fix}")
+    sha256 = hashlib.sha256(parts[False] + parts[True]).hexdigest()
     train, held = (torch.frombuffer(parts[key], dtype=torch.uint8) for key in (False, True))
-    return ByteCorpus(train, held, count, digest)
-
-
-def _too_few(held_out: bool, size: int, files: int, seq_len: int) -> str:
-    """The reason why a part of so many bytes, of some of so many files, is refused, and what to do."""
-    part, other = ("held-out", "training") if held_out else ("training", "held-out")
-    if files > 1 and not size:
-        return (
-            f"its {part} part is empty, as the contents of its {files} files put all of them into the {other} part; "
-            "give more files that differ, or one alone, of which the end is held out"
-        )
-    return f"its {part} part has {size} bytes, too few for seq_len {seq_len}; give more text or shorten seq_len"
-
-
-def _beginning(file: Path, most: int) -> tuple[bytes, bytes]:
-    """The first `most` bytes of a file, and the SHA-256 of all of it; both with a zero byte at the end."""
-    with file.open("rb") as stream:
-        content = stream.read(most)
-        digest = hashlib.sha256(content)
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-    digest.update(b"\0")
-    return content + b"\0", digest.digest()
+    return ByteCorpus(train, held, count, sha256)

@@ -14,9 +14,8 @@ from jobs.specs.fields import Count
 from jobs.specs.spec import SpecError, Strict
 from jobs.specs.user_files import open_regular
 
-GPT2 = 50_257
-"""Tokens of GPT-2's vocabulary, with the end of text."""
-
+GPT2 = 50_257  # tokens of GPT-2's vocabulary, with the end of text
+TOKENIZER_FIX = "give the tokenizer.json of a byte-level BPE tokenizer, or a folder with vocab.json and merges.txt"
 _MULTIPLE = 64  # of a model's vocabulary: GEMMs of other widths are slower
 _PACKAGES = ("datasets", "tokenizers")
 
@@ -30,9 +29,7 @@ class DataSpec(Strict):
         description="folder or file; None: Python's standard library. With a tokenizer: documents as .parquet, .jsonl, "
         ".json or .txt (a file is a document), the last three also as .gz",
     )
-    dataset: str | None = Field(
-        default=None, min_length=1, description="dataset of the Hugging Face Hub in place of path; streamed"
-    )
+    dataset: str | None = Field(default=None, min_length=1, description="of the Hugging Face Hub, streamed; no path")
     subset: str | None = Field(default=None, min_length=1, description="of the dataset, e.g. sample-10BT")
     split: str = Field(default="train", min_length=1, description="of the dataset")
     revision: str | None = Field(default=None, min_length=1, description="commit or tag of the dataset; None: newest")
@@ -49,7 +46,7 @@ class DataSpec(Strict):
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataSpec:
-        """Refuse two sources of text or tokens, documents without a tokenizer, and a tokenizer without documents."""
+        """Refuse two sources, documents without a tokenizer, a tokenizer without documents, and idle settings."""
         if self.dataset is not None and self.path is not None:
             raise ValueError(f"path: {str(self.path)!r}: has no effect beside dataset; leave one of them out")
         if self.tokenizer is not None and self.tokenizer_path is not None:
@@ -59,16 +56,10 @@ class DataSpec(Strict):
         if self.tokenized and self.dataset is None and self.path is None:
             source = self.tokenizer_source.removeprefix("data.")
             raise ValueError(f"{source}: there are no documents; add a dataset, or the path of some")
-        return self
-
-    @model_validator(mode="after")
-    def _check_effect(self) -> DataSpec:
-        """Refuse settings of documents where there are none."""
-        idle = () if self.dataset else ("subset", "split", "revision")
-        idle += () if self.tokenized else ("text_field", "end_token")
-        for name in idle:
+        idle = {} if self.dataset else dict.fromkeys(("subset", "split", "revision"), "dataset")
+        idle |= {} if self.tokenized else dict.fromkeys(("text_field", "end_token"), "a tokenizer")
+        for name, owner in idle.items():
             if (value := getattr(self, name)) != DataSpec.model_fields[name].default:
-                owner = "a tokenizer" if name in ("text_field", "end_token") else "dataset"
                 raise ValueError(f"{name}: {value!r}: has no effect without {owner}; leave it out")
         return self
 
@@ -103,27 +94,23 @@ class DataSpec(Strict):
             return None
         if lacking := [name for name in _PACKAGES if find_spec(name) is None]:
             raise SpecError(f"{self.tokenizer_source}: {missing_extra(lacking)}")
-        size = GPT2 if self.tokenizer_path is None else self._size_of(self.tokenizer_path)
+        size = GPT2
+        if self.tokenizer_path is not None:
+            file = tokenizer_file(self.tokenizer_path)
+            try:
+                with open_regular(file) as source:  # a pipe would be waited for
+                    content = json.load(source)
+                if file.name != "vocab.json":
+                    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+                    content = content["model"]["vocab"] | added
+                size = max(content.values()) + 1
+            except (OSError, ValueError, TypeError, LookupError, AttributeError) as err:
+                reason = err.strerror if isinstance(err, OSError) else "is no tokenizer's"
+                raise SpecError(
+                    f"{self.tokenizer_source}: {file.name} cannot be read here ({reason}), and the vocabulary depends "
+                    f"on it; {TOKENIZER_FIX}"
+                ) from None
         return -(-size // _MULTIPLE) * _MULTIPLE
-
-    def _size_of(self, path: Path) -> int:
-        """Tokens of a tokenizer as its files list them."""
-        file = tokenizer_file(path)
-        try:
-            with open_regular(file) as source:  # a pipe would be waited for
-                content = json.load(source)
-            if file.name == "vocab.json":
-                return max(content.values()) + 1
-            added = [token["id"] for token in content["added_tokens"]]
-            return max(*content["model"]["vocab"].values(), *added) + 1
-        except OSError as err:
-            reason = err.strerror
-        except (ValueError, TypeError, LookupError, AttributeError):
-            reason = "is no tokenizer's"
-        raise SpecError(
-            f"{self.tokenizer_source}: {file.name} cannot be read here ({reason}), and the vocabulary depends on it; "
-            "give the tokenizer.json of a byte-level BPE tokenizer, or a folder with vocab.json and merges.txt"
-        )
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -136,8 +123,4 @@ def tokenizer_file(path: Path) -> Path:
 
 def missing_extra(packages: list[str]) -> str:
     """Message about packages of the extra `data` that are not installed."""
-    names = " and ".join(packages)
-    return (
-        f"needs the extra 'data', whose {names} {'are' if len(packages) > 1 else 'is'} not installed; "
-        "pip install 'nsa-bench[data]'"
-    )
+    return f"needs the extra 'data', which lacks {' and '.join(packages)} here; pip install 'nsa-bench[data]'"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 import torch
 from processes import descendants
 from token_data import make_tokenizer, texts, write
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Watching, by_name, interrupt, of_the_kill, small, trains_alike, write_text
 from travelling import travelled
@@ -27,9 +28,9 @@ from warm_ranks import WarmRanks
 
 from jobs.schema.point import Machine, Measurement
 from jobs.train import Spec, measure
-from jobs.training.checkpoints import exchange
+from jobs.training.checkpoints import folder as folder_module
 from jobs.training.checkpoints.folder import MANIFEST, CheckpointError, CheckpointFolder
-from jobs.training.checkpoints.io import Reader
+from jobs.training.checkpoints.saving import Exchange, check_reach
 from jobs.training.errors import Diverged, Stopped, Suspended
 from nsa_core.model import PRESETS, NSATransformer
 
@@ -59,7 +60,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     """The model's weights in the newest checkpoint."""
     model = NSATransformer(PRESETS["tiny"]).state_dict()
     newest = CheckpointFolder(f"file://{folder}").complete()[0]
-    load({"model": model}, storage_reader=Reader(f"file://{folder}/{newest.name}"), no_dist=True)
+    load({"model": model}, storage_reader=FsspecReader(f"file://{folder}/{newest.name}"), no_dist=True)
     return model
 
 
@@ -347,38 +348,17 @@ def test_no_checkpoint_of_a_diverged_step_is_kept(text: Path, tmp_path: Path, mo
     assert _steps(tmp_path) == [4]
 
 
-# A folder that is not the same one on all hosts
-
-
-class TwoRanks:
-    """The exchange of one of two ranks; the first one's answer is `first`."""
-
-    ranks = 2
-
-    def __init__(self, rank: int, first: Any = None, blind: tuple[str | None, ...] = ()) -> None:
-        self.rank = rank
-        self.first = first
-        self._blind = blind
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        self.first = make() if self.rank == 0 else self.first
-        return self.first
-
-    def gathered(self, value: Any) -> list[Any]:
-        return [*self._blind, value]
-
-
-def _check(folder: Path, ranks: Any) -> None:
-    exchange.check_reach(f"file://{folder}", ranks)
-
-
-def test_a_file_of_the_first_rank_that_another_does_not_see_is_an_error_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "host"), [(0, "b"), (1, "this one")])
+def test_a_file_of_the_first_rank_that_another_host_does_not_see_is_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, host: str
 ) -> None:
-    monkeypatch.setattr(exchange, "_PATIENCE_S", 0.0)
-    message = r"NSA_ARTIFACT_STORE: .* does not see what node a writes there; name a store that all nodes reach"
+    """Here is one of two ranks, and the other one says what a rank on another host would."""
+    monkeypatch.setattr(folder_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr("socket.gethostname", lambda: "this one")
+    exchange = Exchange(rank, 2)
+    monkeypatch.setattr(exchange, "from_first", lambda make: make() if rank == 0 else (f"{tmp_path}/.reach-1", "a"))
+    monkeypatch.setattr(exchange, "gathered", lambda value: [None, "b"] if rank == 0 else [None, value])
+    message = rf"NSA_ARTIFACT_STORE: .* node {host} does not see what node .* writes there; name a store that all nodes"
     with pytest.raises(CheckpointError, match=message):
-        _check(tmp_path, TwoRanks(1, (f"{tmp_path}/.reach-1", "a"), blind=(None,)))
-    with pytest.raises(CheckpointError, match=r"node b does not see"):
-        _check(tmp_path, TwoRanks(0, blind=("b",)))
+        check_reach(CheckpointFolder(f"file://{tmp_path}"), exchange)
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from travelling import travelled
 from jobs.process.messages import Beat, RankFailure
 from jobs.process.reporter import ProcessReporter
 from jobs.schema.launcher import RanksEnded
-from jobs.schema.point import Machine, Surroundings
+from jobs.schema.point import Machine
 from jobs.train import Case, Spec, measure
 from jobs.training import elastic
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
@@ -49,11 +49,10 @@ class _Ends:
 
 
 class _Told(Keeping):
-    """A Reporter of a point with a launcher, which keeps the phases, too."""
+    """A Reporter that keeps the phases, too."""
 
     def __init__(self, launcher: _Ends, folder: Path | None) -> None:
-        super().__init__()
-        self.surroundings = Surroundings(f"file://{folder}" if folder else None, "k", launcher)
+        super().__init__(folder, launcher=launcher)
         self.phases: list[str] = []
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
@@ -85,7 +84,8 @@ def _never_begin(_note: Callable[[Any], None], stop: threading.Event) -> RanksEn
 
 
 def _save(folder: Path, *, step: int, key: str = "k") -> None:
-    manifest = Manifest(1, 1, step, 8, 2, key, None, (0,), 0, "", {}, {"data": WrittenFile(1, "0" * 64)})
+    known: dict[str, Any] = {"number": 1, "first": 1, "steps": 8, "ranks": 2, "begun": (0,), "foreign": 0, "text": ""}
+    manifest = Manifest(step=step, key=key, files={"data": WrittenFile(size=1, sha256="0" * 64)}, **known)
     (folder / manifest.name).mkdir(parents=True)
     CheckpointFolder(f"file://{folder}").complete_with(manifest)
 
@@ -112,7 +112,7 @@ def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path
 @pytest.mark.parametrize(
     ("act", "end"),
     [
-        (_die_when_asked, "; ranks 0, 1 of 2 did not end in time"),
+        (_die_when_asked, "; rank 1 of 2 did not end in time"),
         (_raise_when_asked, "; rank 1 of 2: RuntimeError: connection closed"),
         (_never_begin, " before its ranks had begun"),
     ],
@@ -142,10 +142,7 @@ def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_pa
 
 
 def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    started_ranks: Callable[[], list[psutil.Process]],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_ranks: Callable[[], list[psutil.Process]]
 ) -> None:
     """One rank is stopped, so that neither ends its step."""
     monkeypatch.setattr(elastic, "_STOP_S", 1)
@@ -162,7 +159,7 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
     with pytest.raises(Suspended) as caught:
         measure(_case(text, steps=100_000, checkpoints={"every": 5}, restarts=1), acting)
     found = re.fullmatch(
-        r"SIGTERM ended the training; ranks 0, 1 of 2 did not end in time; go on from the checkpoint of step (\d+): "
+        r"SIGTERM ended the training; rank [01] of 2 did not end in time; go on from the checkpoint of step (\d+): "
         r"nsa submit SPEC --resume RUN",
         str(caught.value),
     )
