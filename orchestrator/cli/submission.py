@@ -30,8 +30,8 @@ from orchestrator.run import driver
 from orchestrator.settings import Settings, check_current_folder
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, owner, read
-from orchestrator.store.lease import LeaseHeld
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
+from orchestrator.store.store import LeaseHeld
 from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from orchestrator.database_url import SETTING, RunMissingError, StoreError, Stor
 from orchestrator.messages import Progress
 from orchestrator.store import Store
 from orchestrator.store.journal import Journal, JournalError
-from orchestrator.store.lease import RENEW_S
 from orchestrator.store.records import EventRecord, Record
+from orchestrator.store.store import RENEW_S
 
 TIMEOUT_S = 30.0
 """Seconds without an answer of the database after which the end of a run waits for it no longer."""

@@ -9,19 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import (
-    ArgumentError,
-    DBAPIError,
-    DisconnectionError,
-    IntegrityError,
-    InterfaceError,
-    InternalError,
-    OperationalError,
-    ProgrammingError,
-    StatementError,
-)
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.schema.plain_text import in_a_line
@@ -47,6 +36,7 @@ _POSTGRES = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
+_AWAY = (exc.OperationalError, exc.InterfaceError, exc.InternalError)
 _NO_RIGHT = "42501"  # Postgres: insufficient_privilege
 _NO_TABLE = ("42P01", "42703", "3F000")  # Postgres: undefined_table, undefined_column, invalid_schema_name
 
@@ -57,7 +47,7 @@ def parse(url: str) -> URL:
         checked = check_url(url)
         path = sqlite_path(checked)  # SQLAlchemy decodes %3F in it since 2.1 only
         return make_url(checked) if path is None else URL.create("sqlite", database=str(path))
-    except ArgumentError:
+    except exc.ArgumentError:
         raise StoreError(f"{SETTING}: {hide_password(url)!r}: is no URL; use sqlite:///PATH") from None
 
 
@@ -75,7 +65,7 @@ def _postgres(url: URL, readonly: bool) -> Engine:
     options = {"postgresql_readonly": True} if readonly else {}
     try:
         engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
-    except ArgumentError as err:  # of options that do not fit together
+    except exc.ArgumentError as err:  # of options that do not fit together
         raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
 
     @event.listens_for(engine, "connect")
@@ -115,7 +105,7 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     @event.listens_for(engine, "checkout")
     def look(connection: DBAPIConnection, record: ConnectionPoolEntry, proxy: object) -> None:
         if record.info.get("file") != _identity(path):  # SQLite would go on with the one that was moved away or removed
-            raise DisconnectionError
+            raise exc.DisconnectionError
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -141,18 +131,18 @@ def errors(url: URL) -> Iterator[None]:
     name = f"{SETTING}: {shown(url)!r}"
     try:
         yield
-    except DBAPIError as err:
+    except exc.DBAPIError as err:
         text = hide_password(in_a_line(err.orig))
         code = getattr(err.orig, "sqlite_errorcode", None) or getattr(err.orig, "sqlstate", None)
-        if isinstance(err, IntegrityError):
+        if isinstance(err, exc.IntegrityError):
             fix = "a record contradicts one that is stored, or is there twice; give the journal as the run wrote it"
             error = StoreError(f"{name}: refused the data ({text}): {fix}")
-        elif isinstance(err, OperationalError | InterfaceError | InternalError) or err.connection_invalidated:
+        elif isinstance(err, _AWAY) or err.connection_invalidated:
             fix = "start the database or correct the URL"
             error = StoreUnavailable(f"{name}: cannot be reached or used ({text}); {fix}")
         elif code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             error = BrokenStoreError(f"{name}: {text}; name another file")
-        elif isinstance(err, ProgrammingError) and err.statement is None:  # in connecting
+        elif isinstance(err, exc.ProgrammingError) and err.statement is None:  # in connecting
             error = StoreError(f"{name}: cannot be used ({text}); correct the URL")
         elif code == _NO_RIGHT:
             error = BrokenStoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
@@ -161,6 +151,6 @@ def errors(url: URL) -> Iterator[None]:
         else:
             error = StoreError(f"{name}: refused the data ({text}); report this as a bug")
         raise error from None
-    except (StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
-        text = in_a_line(err.orig if isinstance(err, StatementError) else err)
+    except (exc.StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
+        text = in_a_line(err.orig if isinstance(err, exc.StatementError) else err)
         raise StoreError(f"{name}: cannot hold a value ({text}); correct it") from None

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from jobs.schema.axes import AXES, Axis
+from jobs.schema.axes import AXES
 from jobs.schema.plain_text import csv_cell
 from jobs.schema.quantities import Quantity
 from jobs.schema.states import PointState, RunState
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.store import queries
+from orchestrator.store import records as rec
 from orchestrator.store.journal import Journal
 from orchestrator.store.models import (
     Artifact,
@@ -35,44 +35,18 @@ from orchestrator.store.models import (
     Run,
     Series,
 )
-from orchestrator.store.records import (
-    ArtifactData,
-    ArtifactRecord,
-    EventRecord,
-    MetricData,
-    OutcomeRecord,
-    PointRecord,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    SeriesRecord,
-    StartRecord,
-)
 from orchestrator.store.store import Store
 
-_AXES = TypeAdapter(tuple[Axis, ...])
-_QUANTITIES = TypeAdapter(tuple[Quantity, ...])
 _PIECE = 1000  # samples of a record
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ExportError(UserError):
     """The file cannot be written; the message names it and the fix."""
 
 
-@dataclass(frozen=True)
-class ExportSummary:
-    """The file written, and its numbers of runs and points."""
-
-    path: Path
-    runs: int
-    points: int
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.runs} run(s), {self.points} points"
-
-
-def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
-    """Write the runs to `path` in the format of its suffix (.csv or .json).
+def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
+    """Write the runs to `path` in the format of its suffix (.csv or .json). Returns what was written, in words.
 
     Raises:
         ExportError: the suffix is unknown, or the file cannot be written.
@@ -84,11 +58,11 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> ExportSummary:
         write_output(path, text)
     except OSError as err:
         raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
-    return ExportSummary(path, len(run_ids), len(queries.states(store, run_ids=run_ids)))
+    return _summary(store, path, run_ids)
 
 
-def export_journal(store: Store, run_id: str, path: Path) -> ExportSummary:
-    """Write the journal of a run from the database, where the run's own is lost.
+def export_journal(store: Store, run_id: str, path: Path) -> str:
+    """Write the journal of a run from the database, where the run's own is lost. Returns what was written, in words.
 
     Raises:
         ExportError: there is a file already. JournalError: it cannot be written.
@@ -97,7 +71,11 @@ def export_journal(store: Store, run_id: str, path: Path) -> ExportSummary:
         raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
     with Journal(path) as journal:
         journal.append(records(store, run_id))
-    return ExportSummary(path, 1, len(queries.states(store, run_ids=[run_id])))
+    return _summary(store, path, [run_id])
+
+
+def _summary(store: Store, path: Path, run_ids: Sequence[str]) -> str:
+    return f"{path}: {len(run_ids)} run(s), {len(queries.states(store, run_ids=run_ids))} points"
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
@@ -118,9 +96,8 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:
     """JSON list of runs: specs, events, points with configuration, environment, samples and series; without files."""
-    return (
-        json.dumps([_run(store, run_id) for run_id in run_ids], indent=2, default=lambda time: time.isoformat()) + "\n"
-    )
+    runs = [_run(store, run_id) for run_id in run_ids]
+    return json.dumps(runs, indent=2, default=lambda time: time.isoformat()) + "\n"
 
 
 def _run(store: Store, run_id: str) -> dict[str, Any]:
@@ -134,11 +111,8 @@ def _run(store: Store, run_id: str) -> dict[str, Any]:
             series.append({**shared, **samples})
         metrics = _rows(queries.metrics(store, point_id))
         points.append({**(queries.point(store, point_id) or {}), "metrics": metrics, "series": series})
-    return {
-        **(queries.run(store, run_id) or {"run_id": run_id}),
-        "events": _rows(queries.events(store, run_id)),
-        "points": points,
-    }
+    about = queries.run(store, run_id) or {"run_id": run_id}
+    return {**about, "events": _rows(queries.events(store, run_id)), "points": points}
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -148,7 +122,7 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def records(store: Store, run_id: str) -> list[Record]:
+def records(store: Store, run_id: str) -> list[rec.Record]:
     """The records of a run as the database has them, in an order that can be replayed; none if the run is unknown.
 
     Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the
@@ -161,89 +135,84 @@ def records(store: Store, run_id: str) -> list[Record]:
         run = session.get(Run, run_id)
         if run is None:
             return []
-        found: list[Record] = [*_begins(session, run)]
+        found: list[rec.Record] = [*_begins(session, run)]
         for point in session.scalars(select(Point).where(Point.run_id == run_id).order_by(Point.number)):
             found += _of_point(session, run, point)
         events = select(Event).where(Event.run_id == run_id).order_by(Event.at, Event.id)
-        found += [EventRecord.model_validate(_fields(row, EventRecord)) for row in session.scalars(events)]
+        found += [_made(rec.EventRecord, row) for row in session.scalars(events)]
         if run.state.ended:
-            end = {"state": run.state, "reason": run.reason, "resumed": run.resumed}
-            found.append(RunEndRecord.model_validate({"run_id": run_id, "at": run.state_at, **end}))
+            found.append(_made(rec.RunEndRecord, run, run_id=run_id, at=run.state_at))
         return found
 
 
-def _fields(row: Base, model: type[BaseModel]) -> dict[str, Any]:
-    """The columns of a row that are fields of a model."""
-    return {name: getattr(row, name) for name in model.model_fields if hasattr(row, name)}
+def _made(model: type[_Model], row: Base, **more: Any) -> _Model:
+    """The model by the row's columns of its fields' names, and `more`."""
+    return model.model_validate({name: getattr(row, name) for name in model.model_fields if hasattr(row, name)} | more)
 
 
-def _begins(session: Session, run: Run) -> list[RunRecord]:
+def _begins(session: Session, run: Run) -> list[rec.RunRecord]:
     """The beginning of a run; of a resumed one also the latest resumption, at the latest time that it can have had."""
     query = select(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id).order_by(DeclaredQuantity.position)
     names = Quantity.__dataclass_fields__
     declared = [{name: getattr(row, name) for name in names} for row in session.scalars(query)]
     same = {"run_id": run.id, "at": run.created_at, "state": RunState.RUNNING, "resumed": 0}
-    lists = {"quantities": _QUANTITIES.validate_python(declared), "axes": _AXES.validate_python(run.axes or ())}
-    first = RunRecord(**_fields(run, RunRecord) | same | lists)
+    first = _made(rec.RunRecord, run, **same, quantities=declared, axes=run.axes or ())
     going = run.state if run.state is RunState.PENDING else RunState.RUNNING
     if run.resumed:
-        latest = {"at": run.state_at, "state": going, "resumed": run.resumed}
-        return [first, first.model_copy(update=latest)]
+        return [first, first.model_copy(update={"at": run.state_at, "state": going, "resumed": run.resumed})]
     first = first.model_copy(update={"state": going})
     if run.state_at > run.created_at and not run.state.ended:
         return [first, first.model_copy(update={"at": run.state_at})]
     return [first]
 
 
-def _of_point(session: Session, run: Run, point: Point) -> Iterator[Record]:
+def _of_point(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
     for number, attempt in sorted(point.attempts.items()):
         if number == 1 or attempt.resumed > point.attempts[number - 1].resumed:
             yield _planned(run, point, attempt)
         yield from _attempt(session, run, attempt)
-    files = select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)
-    for row in session.scalars(files):
-        file = ArtifactData(**_fields(row, ArtifactData))
-        yield ArtifactRecord(run_id=run.id, at=run.state_at, point_id=point.id, attempt=row.attempt, artifact=file)
+    about: dict[str, Any] = {"run_id": run.id, "point_id": point.id}
+    for row in session.scalars(select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)):
+        file = _made(rec.ArtifactData, row)
+        yield rec.ArtifactRecord(**about, at=run.state_at, attempt=row.attempt, artifact=file)
     order = (Series.attempt, Series.name, Series.rank, Series.unit)
     query = select(*order, Series.step, Series.at, Series.value).where(Series.point_id == point.id)
     rows = session.execute(query.order_by(*order, Series.step))
-    for (number, name, rank, unit), samples in groupby(rows, lambda row: (row.attempt, row.name, row.rank, row.unit)):
+    for (attempt, name, rank, unit), samples in groupby(rows, lambda row: (row.attempt, row.name, row.rank, row.unit)):
+        same = {**about, "attempt": attempt, "name": name, "rank": rank, "unit": unit}
         while piece := list(islice(samples, _PIECE)):
-            yield SeriesRecord(
-                run_id=run.id,
+            yield rec.SeriesRecord(
+                **same,
                 at=piece[-1].at,
-                point_id=point.id,
-                attempt=number,
-                rank=rank,
-                name=name,
-                unit=unit,
                 steps=tuple(row.step for row in piece),
                 times=tuple(round(row.at.timestamp(), 3) for row in piece),
                 values=tuple(row.value for row in piece),
             )
 
 
-def _planned(run: Run, point: Point, attempt: Attempt) -> PointRecord:
+def _planned(run: Run, point: Point, attempt: Attempt) -> rec.PointRecord:
     skipped = _skipped(attempt)
     planned = {
+        "run_id": run.id,
         "at": attempt.ended_at if skipped and attempt.ended_at else run.created_at,
         "point_id": point.id,
         "index": point.number,
         "attempt": attempt.number - 1,
+        "key": attempt.key,
+        "resumed": attempt.resumed,
         "axes": {**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
         "state": PointState.SKIPPED if skipped else PointState.PENDING,
         "reason": attempt.reason if skipped else None,
     }
-    return PointRecord.model_validate({**_fields(attempt, PointRecord), **_fields(point, PointRecord), **planned})
+    return _made(rec.PointRecord, point, **planned)
 
 
-def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[Record]:
+def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[rec.Record]:
     """An attempt's start and its outcome, as far as it came."""
     about = {"run_id": run.id, "attempt": attempt.number}
     if attempt.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
         unheard = attempt.phase is None or attempt.started_at is None
-        at = attempt.heartbeat_at if unheard else attempt.started_at
-        yield StartRecord.model_validate({**_fields(attempt, StartRecord), **about, "at": at})
+        yield _made(rec.StartRecord, attempt, **about, at=attempt.heartbeat_at if unheard else attempt.started_at)
     if not attempt.state.ended or _skipped(attempt):
         return
     same = (Metric.point_id == attempt.point_id, Metric.attempt == attempt.number)
@@ -251,11 +220,11 @@ def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[Record]:
     environment = session.get(Environment, attempt.environment_id) if attempt.environment_id else None
     ended = {
         "at": attempt.ended_at,
-        "metrics": [_fields(row, MetricData) for row in metrics],
+        "metrics": [_made(rec.MetricData, row) for row in metrics],
         "environment": environment.content if environment else {},
         "final": attempt.settled or not attempt.state.settles,
     }
-    yield OutcomeRecord.model_validate({**_fields(attempt, OutcomeRecord), **about, **ended})
+    yield _made(rec.OutcomeRecord, attempt, **about, **ended)
 
 
 def _skipped(attempt: Attempt) -> bool:

@@ -127,8 +127,8 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
     unchanged = True
     with store.session(writes=True) as session:
         for run, records in runs:
-            stored = session.get(Run, run.run_id)
-            if stored is not None and isinstance(begin := records[0], RunRecord):
+            stored, begin = session.get(Run, run.run_id), records[0]
+            if stored is not None and isinstance(begin, RunRecord):
                 if stored.spec_hash == begin.spec_hash:
                     continue
                 session.delete(stored)  # an older version, with its points

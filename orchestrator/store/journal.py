@@ -42,11 +42,7 @@ class JournalFull(JournalError):  # noqa: N818  (a temporary condition, not a mi
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The journal of one run, locked for appending by this process; one thread may append while another reads.
-
-    Attributes:
-        end: size in bytes; all of its records are on disk.
-    """
+    """The journal of one run, locked for appending by this process; one thread may append while another reads."""
 
     def __init__(self, path: Path) -> None:
         """Create the journal, or open an existing one and remove its torn last line.
@@ -70,9 +66,11 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalHeld(
                 f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
             ) from None
-        self.end = _whole(path)
+        self.end = _whole(path)  # size in bytes; all of its records are on disk
         self._file.truncate(self.end)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)  # synced, so that a new file's entry survives a power cut
+        os.fsync(folder)
+        os.close(folder)
 
     def append(self, records: Iterable[Record]) -> None:
         """Append records and sync them to disk: all of them or none.
@@ -133,13 +131,13 @@ def read(path: Path) -> Iterator[Record]:
         JournalError: the file cannot be read, a line before the last is not a record, or a record is of another run
             than the first one, or names a point of another run.
     """
-    run_id = None
+    run_id, number = None, 0
     try:
         with open_regular(path) as raw, gzip.open(raw) if path.name.endswith(COMPRESSED) else raw as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
-                record = _record(path, number, line)
+                record = RECORD.validate_json(line)
                 run_id = record.run_id if run_id is None else run_id
                 point_id = getattr(record, "point_id", None)
                 index = point_id and point_id.removeprefix(f"{run_id}/")
@@ -149,6 +147,13 @@ def read(path: Path) -> Iterator[Record]:
                         f"{run_id!r}; give the journal as the run wrote it"
                     )
                 yield record
+    except ValidationError as err:
+        mistake = err.errors(include_url=False)[0]
+        what = in_a_line(": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]])), _REASON)
+        raise JournalError(
+            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away "
+            "and write it again from the database: nsa export RUN --journal"
+        ) from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as err:
         raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
     except OSError as err:
@@ -159,30 +164,6 @@ def owner(path: Path) -> str | None:
     """The id of the run that a journal is of; None if it has no record. Raises JournalError."""
     first = next(read(path), None)
     return None if first is None else first.run_id
-
-
-def held(path: Path) -> bool:
-    """Whether another process is writing the journal; it need not be writable here. Raises JournalError."""
-    try:
-        with open_regular(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as err:
-        raise _unreadable(path, err) from None
-    return False
-
-
-def _record(path: Path, number: int, line: bytes) -> Record:
-    try:
-        return RECORD.validate_json(line)
-    except ValidationError as err:
-        mistake = err.errors(include_url=False)[0]
-        what = in_a_line(": ".join(filter(None, [".".join(map(str, mistake["loc"])), mistake["msg"]])), _REASON)
-        raise JournalError(
-            f"journal: {str(path)!r}: line {number} is no record ({what}); remove the line, or move the file away "
-            "and write it again from the database: nsa export RUN --journal"
-        ) from None
 
 
 def _whole(path: Path) -> int:
@@ -196,12 +177,3 @@ def _whole(path: Path) -> int:
 
 def _unreadable(path: Path, err: OSError) -> JournalError:
     return JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new file's entry survives a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gzip
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,9 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
     run = next((record for record in records if isinstance(record, RunRecord)), None)
     if run is None or not isinstance(records[-1], RunEndRecord):
         raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
-    target = folder / f"{run.run_id}{journal.COMPRESSED}"
     content = "".join(f"{line}\n" for line in public_lines(path, records)).encode()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{run.run_id}{journal.COMPRESSED}"
     target.write_bytes(gzip.compress(content, 9, mtime=0))
     return target
 
@@ -65,14 +65,14 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
     Raises:
         PrivateError: as take_in; `path` is what it names.
     """
-    names = dict.fromkeys(filter(None, _hosts(records)))
+    names = dict.fromkeys(filter(None, map(_host_of, records)))
     hosts = {_host(name): f"host-{number}" for number, name in enumerate(names, 1)}
-    others = [pattern for pattern, name in zip(hosts, names, strict=True) if hosts[pattern] != name]
-    private = {"a path": [_PATH], "an address": [_ADDRESS], "the id of a card": [_CARD], "a login": [_LOGIN]}
+    private = {_PATH: "a path", _ADDRESS: "an address", _CARD: "the id of a card", _LOGIN: "a login"}
+    private |= {host: "a host" for (host, public), name in zip(hosts.items(), names, strict=True) if public != name}
     lines = [_public_line(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
     for number, line in enumerate(lines, 1):
-        for what, patterns in {**private, "a host": others}.items():
-            if found := next(filter(None, (pattern.search(line) for pattern in patterns)), None):
+        for pattern, what in private.items():
+            if found := pattern.search(line):
                 raise PrivateError(
                     f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
                     "give the journal of a run without it"
@@ -80,14 +80,13 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _hosts(records: Iterable[Record]) -> Iterator[str | None]:
-    """The names of hosts, in the order of appearance."""
-    for record in records:
-        match record:
-            case RunRecord(host=host) | StartRecord(node=host):
-                yield host
-            case OutcomeRecord(environment=environment):
-                yield environment.get("host")
+def _host_of(record: Record) -> str | None:
+    """The name of the host that a record tells of."""
+    match record:
+        case RunRecord(host=host) | StartRecord(node=host):
+            return host
+        case OutcomeRecord(environment=environment):
+            return environment.get("host")
 
 
 def _host(name: str) -> re.Pattern[str]:
@@ -115,14 +114,14 @@ def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:
     changes = {name: public(getattr(record, name)) for name in free if getattr(record, name, None)}
     if isinstance(record, RunRecord):
         changes |= {"artifacts": None, "artifact_store": None}
-    if environment := changes.get("environment"):
+    if isinstance(record, OutcomeRecord) and (environment := changes.get("environment")):
         if "platform" in environment:
             environment["platform"] = _PLATFORM.sub(r"\1-\2", environment["platform"])
         if "gpu" in environment:
             environment["gpu"].pop("uuid", None)
-        variables = record.environment.get("variables", {})  # pyright: ignore[reportAttributeAccessIssue]
-        for name in [name for name, value in variables.items() if "/" in str(value)]:
-            del environment["variables"][name]
+        for name, value in record.environment.get("variables", {}).items():
+            if "/" in str(value):
+                del environment["variables"][name]
     return RECORD.dump_json(record.model_copy(update=changes)).decode()
 
 

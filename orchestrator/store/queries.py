@@ -126,9 +126,8 @@ def point(store: Store, point_id: str) -> dict[str, Any] | None:
 
 def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
     """The attempts at a run's points that are planned or running, by point: `point_id`, `number`."""
-    query = select(Attempt.point_id, Attempt.number).join(Point)
-    query = query.where(Point.run_id == run_id, Attempt.state.in_(_UNENDED))
-    return _frame(store, query.order_by(Point.number))
+    unended = (Point.run_id == run_id, Attempt.state.in_(_UNENDED))
+    return _frame(store, select(Attempt.point_id, Attempt.number).join(Point).where(*unended).order_by(Point.number))
 
 
 def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
@@ -154,12 +153,7 @@ def samples(store: Store, run_id: str, metric: str) -> dict[str, list[float]]:
 
 
 def series(
-    store: Store,
-    point_id: str,
-    *,
-    attempt: int | None = None,
-    most: int | None = None,
-    since: datetime | None = None,
+    store: Store, point_id: str, *, attempt: int | None = None, most: int | None = None, since: datetime | None = None
 ) -> pd.DataFrame:
     """The samples of a point's series, by attempt, name and rank, and of each in the order of time.
 
@@ -171,11 +165,9 @@ def series(
         since: time of the oldest sample to read; None: of any time.
     """
     one = (Series.attempt, Series.name, Series.rank)
-    query = select(*_SAMPLE).where(Series.point_id == point_id)
-    if attempt is not None:
-        query = query.where(Series.attempt == attempt)
-    if since is not None:
-        query = query.where(Series.at >= since)
+    chosen = [] if attempt is None else [Series.attempt == attempt]
+    chosen += [] if since is None else [Series.at >= since]
+    query = select(*_SAMPLE).where(Series.point_id == point_id, *chosen)
     if most is not None:
         place = func.row_number().over(partition_by=one, order_by=(Series.at, Series.step)).label("place")
         rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()
@@ -188,8 +180,8 @@ def series(
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:
     """The files of a point, latest attempt first, with their text if it is stored."""
-    names = ("name", "attempt", "path", "size", "sha256", "truncated", "content")
-    query = select(*(getattr(Artifact, name) for name in names)).where(Artifact.point_id == point_id)
+    columns = (Artifact.name, Artifact.attempt, Artifact.path, Artifact.size, Artifact.sha256, Artifact.truncated)
+    query = select(*columns, Artifact.content).where(Artifact.point_id == point_id)
     return _frame(store, query.order_by(Artifact.attempt.desc(), Artifact.name))
 
 
@@ -212,30 +204,29 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
 
     Includes measured and reported rows (column `origin`) unless `origin` selects one.
     """
-    query = _of_runs(v_scaling, run_ids, origin)
-    order = (v_scaling.c[name] for name in ("run_id", "implementation", "workload", "pass", "seq_len", "metric"))
-    return _frame(store, query.order_by(*order, v_scaling.c.point_id))
+    order = ("run_id", "implementation", "workload", "pass", "seq_len", "metric", "point_id")
+    return _view(store, v_scaling, run_ids, origin, order)
 
 
 def measurements(
     store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None
 ) -> pd.DataFrame:
     """Rows of the view v_metrics: all metrics of the ok points."""
-    query = _of_runs(v_metrics, run_ids, origin)
-    return _frame(store, query.order_by(v_metrics.c.run_id, v_metrics.c.point_id, v_metrics.c.metric))
+    return _view(store, v_metrics, run_ids, origin, ("run_id", "point_id", "metric"))
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
     """Rows of the view v_points: state and reason of every point."""
-    query = _of_runs(v_points, run_ids, origin)
-    return _frame(store, query.order_by(v_points.c.run_id, v_points.c.number))
+    return _view(store, v_points, run_ids, origin, ("run_id", "number"))
 
 
-def _of_runs(view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None) -> Select:
-    query = select(view)
+def _view(
+    store: Store, view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None, order: Sequence[str]
+) -> pd.DataFrame:
+    query = select(view).order_by(*(view.c[name] for name in order))
     if run_ids is not None:
         query = query.where(view.c.run_id.in_(run_ids))
-    return query if origin is None else query.where(view.c.origin == Origin(origin).value)
+    return _frame(store, query if origin is None else query.where(view.c.origin == Origin(origin).value))
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
@@ -244,9 +235,8 @@ def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities
     query = select(*columns).join(Run, Run.id == DeclaredQuantity.run_id)
     if run_ids is not None:
         query = query.where(DeclaredQuantity.run_id.in_(run_ids))
-    with store.session() as session:
-        rows = session.execute(query.order_by(Run.created_at.desc(), DeclaredQuantity.position)).mappings().all()
-    return Quantities([_DECLARATION.validate_python(dict(row)) for row in rows])
+    query = query.order_by(Run.created_at.desc(), DeclaredQuantity.position)
+    return Quantities([_DECLARATION.validate_python(row) for row in _mappings(store, query)])
 
 
 def own_axes(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
@@ -258,24 +248,21 @@ def own_axes(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
 
 def counts(store: Store) -> dict[str, int]:
     """Numbers of runs, points, metrics and verdicts stored."""
+    number = func.count()
     with store.session() as session:
-        by_origin = dict(session.execute(select(Run.origin, func.count()).group_by(Run.origin)).all())
-        states = select(Attempt.state, func.count()).select_from(Point).join(Point.outcome).group_by(Attempt.state)
+        by_origin = dict(session.execute(select(Run.origin, number).group_by(Run.origin)).all())
+        states = select(Attempt.state, number).select_from(Point).join(Point.outcome).group_by(Attempt.state)
         by_state = dict(session.execute(states).all())
-        running = session.scalar(select(func.count()).where(Run.state == RunState.RUNNING))
-        stored = {
-            "metrics": session.scalar(select(func.count()).select_from(Point).join(Point.metrics)),
-            "verdicts": session.scalar(select(func.count()).select_from(Verdict)),
+        return {
+            "runs": sum(by_origin.values()),
+            "runs_measured": by_origin.get(Origin.MEASURED, 0),
+            "runs_reported": by_origin.get(Origin.REPORTED, 0),
+            "runs_running": session.scalars(select(number).where(Run.state == RunState.RUNNING)).one(),
+            "points": sum(by_state.values()),
+            **{f"points_{state.value}": by_state.get(state, 0) for state in PointState},
+            "metrics": session.scalars(select(number).select_from(Point).join(Point.metrics)).one(),
+            "verdicts": session.scalars(select(number).select_from(Verdict)).one(),
         }
-    return {
-        "runs": sum(by_origin.values()),
-        "runs_measured": by_origin.get(Origin.MEASURED, 0),
-        "runs_reported": by_origin.get(Origin.REPORTED, 0),
-        "runs_running": running or 0,
-        "points": sum(by_state.values()),
-        **{f"points_{state.value}": by_state.get(state, 0) for state in PointState},
-        **{name: number or 0 for name, number in stored.items()},
-    }
 
 
 def _newest_first(query: Select) -> Select:
@@ -287,12 +274,10 @@ def _runs(chosen: Select) -> Select:
     tally = _tally(chosen)
     counts = ("points", "ok", "failed", "skipped", "running", "pending", "cancelled", "again")
     columns = (
-        Run.id.label("run_id"),
-        *(getattr(Run, name) for name in ("name", "kind", "origin", "source", "state", "reason")),
+        *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, Run.state, Run.reason),
         *(Run.created_at, Run.ended_at),
         *(func.coalesce(tally.c[name], 0).label(name) for name in counts),
-        *(tally.c.heartbeat_at, tally.c.gpu),
-        *(getattr(Run, name) for name in ("git_commit", "git_branch", "git_dirty", "spec_hash")),
+        *(tally.c.heartbeat_at, tally.c.gpu, Run.git_commit, Run.git_branch, Run.git_dirty, Run.spec_hash),
         *(Run.host, Run.submission_id, Run.resumed),
     )
     joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
@@ -327,10 +312,9 @@ def _tally(chosen: Select) -> Subquery:
 
 def _frame(store: Store, query: Select) -> pd.DataFrame:
     """The rows of a query; `more_axes` comes as one column "axis_<name>" per kind-specific axis."""
-    with store.session() as session:
-        rows = session.execute(query).all()
     columns = {column.key: column.type for column in query.selected_columns}
-    frame = pd.DataFrame([[_plain(value) for value in row] for row in rows], columns=list(columns), dtype=object)
+    rows = [list(row.values()) for row in _mappings(store, query)]
+    frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
     for name, kind in columns.items():
         kind = kind.impl if isinstance(kind, TypeDecorator) else kind
         if isinstance(kind, DateTime):
@@ -348,8 +332,6 @@ def _mappings(store: Store, query: Select) -> list[dict[str, Any]]:
     """The rows of a query, a mapping each, as the database has them: `more_axes` is one column."""
     with store.session() as session:
         rows = session.execute(query).mappings().all()
-    return [{str(name): _plain(value) for name, value in row.items()} for row in rows]
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
+    return [
+        {str(name): value.value if isinstance(value, Enum) else value for name, value in row.items()} for row in rows
+    ]

@@ -38,9 +38,8 @@ def now() -> datetime:
 
 
 def _in_utc(moment: datetime) -> datetime:
-    """The moment, which UTC must have, too: the year 1 of a zone in the east is before it."""
     try:
-        moment.astimezone(UTC)
+        moment.astimezone(UTC)  # the year 1 of a zone in the east is before it
     except OverflowError:
         raise ValueError("is out of range; give a time between the years 1 and 9999 of UTC") from None
     return moment
@@ -55,6 +54,11 @@ Kind = Annotated[str, Field(max_length=40)]
 Small = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[int, Field(ge=1, lt=1 << 31)]  # of an attempt
 Large = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def without_nul(text: str) -> str:
+    """The text as Postgres takes it."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _storable(value: Any) -> Any:
@@ -80,8 +84,7 @@ class _Plain(BaseModel):
     @classmethod
     def _of_storable_texts(cls, value: Any) -> Any:
         value = _storable(value)
-        nul = isinstance(value, str) and "\0" in value
-        return value.replace("\0", "\N{REPLACEMENT CHARACTER}") if nul else value
+        return without_nul(value) if isinstance(value, str) and "\0" in value else value  # a state stays one
 
 
 class _Record(_Plain):
@@ -170,10 +173,10 @@ class MetricData(_Plain):
 class ArtifactData(_Plain):
     """A file of a point. `content` holds the text (only its end if `truncated`), readable from any host."""
 
-    name: str = Field(max_length=200)
+    name: Name
     path: str = Field(max_length=4096)  # relative to the artifact store
-    size: int = Field(ge=0, lt=1 << 63)  # bytes
-    sha256: str = Field(max_length=64)
+    size: Large  # bytes
+    sha256: Hash
     content: str | None = None
     truncated: bool = False
 
@@ -224,12 +227,12 @@ class SeriesRecord(_Record):
     type: Literal["series"] = "series"
     point_id: PointId
     attempt: Small
-    rank: int = Field(ge=0, lt=1 << 31)
+    rank: Small
     name: str = Field(min_length=1, max_length=80)
     unit: str = Field(min_length=1, max_length=20)
-    steps: tuple[Annotated[int, Field(ge=0, lt=1 << 63)], ...]
+    steps: tuple[Large, ...]
     times: tuple[Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)], ...]
-    values: tuple[Annotated[float, Field(allow_inf_nan=False)], ...]
+    values: tuple[FiniteFloat, ...]
 
     @model_validator(mode="after")
     def _as_long(self) -> Self:

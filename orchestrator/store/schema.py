@@ -31,9 +31,8 @@ def upgrade(url: str) -> tuple[str | None, str]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as err:
-            raise StoreError(
-                f"{SETTING}: {shown(parsed)!r}: no folder {str(folder)!r} ({err.strerror}); name another"
-            ) from None
+            problem = f"no folder {str(folder)!r} ({err.strerror}); name another"
+            raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}") from None
     engine = make_engine(parsed, create=True)
     head = revisions()[-1]
     try:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, insert, select, text, update
+import psutil
+from sqlalchemy import Engine, func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from jobs.schema.states import PointState
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, StoreError
-from orchestrator.store import lease, schema, writer
+from orchestrator.store import schema, writer
 from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
-from orchestrator.store.models import Attempt, Point, Verdict
-from orchestrator.store.records import Record
+from orchestrator.store.models import Attempt, Point, Run, Verdict
+from orchestrator.store.records import Record, without_nul
 
+LEASE_S = 60
+"""Seconds that a lease on a run lasts."""
+RENEW_S = 15.0
+"""Seconds after which a driver renews its lease."""
 _LIMIT = text(f"SET LOCAL statement_timeout = '{TIMEOUT_S}s'")  # of a statement that writes
+
+
+class LeaseHeld(StoreError):  # noqa: N818  (a temporary condition, not a mistake)
+    """Another driver measures the run."""
 
 
 class Store(AbstractContextManager["Store"]):
@@ -34,8 +45,7 @@ class Store(AbstractContextManager["Store"]):
     def open(cls, url: str, *, create: bool = True, readonly: bool = False) -> Store:
         """Connect to `url` and check that its schema is current.
 
-        Creates and migrates a SQLite file if `create` (and not `readonly`); Postgres is migrated only by
-        `nsa db upgrade`.
+        Creates and migrates a SQLite file if `create` (and not `readonly`); only `nsa db upgrade` migrates Postgres.
 
         Raises:
             StoreError: a wrong URL, no such file, another application's, or a schema of another version.
@@ -75,14 +85,32 @@ class Store(AbstractContextManager["Store"]):
                 yield session
 
     def take_lease(self, run_id: str) -> None:
-        """Take or renew the lease on a run for this process. Raises LeaseHeld, StoreError, StoreUnavailable."""
+        """Take or renew the lease on a run for this process: one driver at a time measures it, whichever host that is
+        on. A run that is not in the database yet has none. Raises LeaseHeld, StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            lease.take(session, run_id)
+            run = session.get(Run, run_id, with_for_update=True)
+            if run is None:
+                return
+            # By the server's clock, as those of the drivers' hosts differ.
+            sqlite = self.engine.dialect.name == "sqlite"
+            now = datetime.now(UTC) if sqlite else session.scalars(select(func.now())).one()
+            owner, expires_at = run.lease_owner, run.lease_expires_at
+            host, _, pid = (owner or "").rpartition("/")
+            # A killed driver's run can be resumed at once, on its host.
+            gone = host == socket.gethostname() and not psutil.pid_exists(int(pid))
+            if owner and expires_at and owner != _process() and expires_at > now and not gone:
+                raise LeaseHeld(
+                    f"run: {run_id!r}: is being measured by process {pid} on {host}, whose lease in {self.name} ends "
+                    f"at {expires_at:%H:%M:%S} UTC unless it is renewed; wait for its end, or stop it first: "
+                    f"nsa cancel {run_id}"
+                )
+            run.lease_owner, run.lease_expires_at = _process(), now + timedelta(seconds=LEASE_S)
 
     def end_lease(self, run_id: str) -> None:
         """End this process's lease on a run. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            lease.end(session, run_id)
+            own = update(Run).where(Run.id == run_id, Run.lease_owner == _process())
+            session.execute(own.values(lease_owner=None, lease_expires_at=None))
 
     @contextmanager
     def lease(self, run_id: str) -> Iterator[None]:
@@ -115,9 +143,9 @@ class Store(AbstractContextManager["Store"]):
         """Store the progress of a running point, ignored in another state. Raises StoreError, StoreUnavailable."""
         of_run = select(Point.id).where(Point.id == point_id, Point.run_id == run_id)
         running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
-        phase = phase.replace("\0", "\N{REPLACEMENT CHARACTER}")
+        progress = {"heartbeat_at": at, "phase": without_nul(phase), "done": done, "total": total, "rate": rate}
         with self.session(writes=True) as session:
-            session.execute(running.values(heartbeat_at=at, phase=phase, done=done, total=total, rate=rate))
+            session.execute(running.values(**progress))
 
     def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""
@@ -130,6 +158,10 @@ class Store(AbstractContextManager["Store"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _process() -> str:
+    return f"{socket.gethostname()}/{os.getpid()}"
 
 
 def _no_file(path: Path) -> str | None:

@@ -23,27 +23,8 @@ from jobs.schema.axes import AXES, check_coordinate, check_more
 from jobs.schema.quantities import FEWEST_SAMPLES
 from jobs.schema.states import PointState, RunState
 from orchestrator.database_url import RunMissingError, StoreError
-from orchestrator.store.models import (
-    Artifact,
-    Attempt,
-    Base,
-    DeclaredQuantity,
-    Environment,
-    Event,
-    Point,
-    Run,
-)
-from orchestrator.store.records import (
-    ArtifactRecord,
-    EventRecord,
-    OutcomeRecord,
-    PointRecord,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    SeriesRecord,
-    StartRecord,
-)
+from orchestrator.store import records as rec
+from orchestrator.store.models import Artifact, Attempt, Base, DeclaredQuantity, Environment, Event, Point, Run
 
 # Tables of many rows: inserted past the ORM's models, which take longer than the database.
 _METRICS, _QUANTITIES, _SERIES = (Base.metadata.tables[name] for name in ("metric", "quantity", "series"))
@@ -51,7 +32,7 @@ _UNSTARTED = (PointState.PENDING, PointState.SKIPPED, PointState.CANCELLED)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
 
 
-def apply(session: Session, records: Iterable[Record]) -> None:
+def apply(session: Session, records: Iterable[rec.Record]) -> None:
     """Write records in their order; those of one type that follow each other are written together.
 
     Raises:
@@ -59,13 +40,13 @@ def apply(session: Session, records: Iterable[Record]) -> None:
         RunMissingError: its run is unknown.
     """
     for kind, same in groupby(records, type):
-        write, most = _WRITERS[kind]
+        most = 50 if kind is rec.SeriesRecord else 500  # at once: a piece of a series has up to 1,000 samples
         while batch := list(islice(same, most)):
-            write(session, batch)
+            _WRITERS[kind](session, batch)
             session.flush()
 
 
-def _runs(session: Session, records: Sequence[RunRecord]) -> None:
+def _runs(session: Session, records: Sequence[rec.RunRecord]) -> None:
     for record in records:
         run = session.get(Run, record.run_id, with_for_update=True)
         if run is None:
@@ -82,24 +63,19 @@ def _runs(session: Session, records: Sequence[RunRecord]) -> None:
         run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
         session.flush()
         session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id))
-        declared = [
-            asdict(quantity) | {"run_id": run.id, "position": n} for n, quantity in enumerate(record.quantities)
-        ]
-        if declared:
+        if declared := [asdict(each) | {"run_id": run.id, "position": n} for n, each in enumerate(record.quantities)]:
             session.execute(insert(_QUANTITIES), declared)
 
 
-def _run_ends(session: Session, records: Sequence[RunEndRecord]) -> None:
+def _run_ends(session: Session, records: Sequence[rec.RunEndRecord]) -> None:
     for record in records:
-        run = session.get(Run, record.run_id, with_for_update=True)
-        if run is None:
-            raise _missing(record.run_id)
+        run = _run(session, record.run_id, lock=True)
         if _moves(run, record):
             run.state, run.reason, run.resumed = record.state, record.reason, record.resumed
             run.state_at = run.ended_at = record.at
 
 
-def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
+def _moves(run: Run, record: rec.RunRecord | rec.RunEndRecord) -> bool:
     """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
 
     def stage(state: RunState) -> int:
@@ -108,13 +84,9 @@ def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
     return (record.resumed, stage(record.state), record.at) > (run.resumed, stage(run.state), run.state_at)
 
 
-def _plans(session: Session, records: Sequence[PointRecord]) -> None:
+def _plans(session: Session, records: Sequence[rec.PointRecord]) -> None:
     points = _stored(session, records)
-    commits: dict[str, str | None] = {}
-    for run_id in {record.run_id for record in records}:
-        if (run := session.get(Run, run_id)) is None:
-            raise _missing(run_id)
-        commits[run_id] = run.git_commit
+    commits = {run_id: _run(session, run_id).git_commit for run_id in {record.run_id for record in records}}
     for record in records:
         point = points.get(record.point_id)
         if point is None:
@@ -137,7 +109,7 @@ def _plans(session: Session, records: Sequence[PointRecord]) -> None:
         _choose_attempt(point)
 
 
-def _set_axes(point: Point, record: PointRecord) -> None:
+def _set_axes(point: Point, record: rec.PointRecord) -> None:
     """Set the point's axes. A length or batch of 0 is refused: the views divide by the batch, and fits take logs."""
     more = dict(record.axes)
     try:
@@ -151,7 +123,7 @@ def _set_axes(point: Point, record: PointRecord) -> None:
     point.more_axes = more
 
 
-def _starts(session: Session, records: Sequence[StartRecord]) -> None:
+def _starts(session: Session, records: Sequence[rec.StartRecord]) -> None:
     points = _existing(session, records)
     for record in records:
         point = points[record.point_id]
@@ -162,11 +134,11 @@ def _starts(session: Session, records: Sequence[StartRecord]) -> None:
             _choose_attempt(point)
 
 
-def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
+def _outcomes(session: Session, records: Sequence[rec.OutcomeRecord]) -> None:
     points = _existing(session, records)
     environments = {_digest(record.environment): record.environment for record in records if record.environment}
     _insert_new(session, Environment, [_environment(key, content) for key, content in environments.items()])
-    ended: list[OutcomeRecord] = []
+    ended: list[rec.OutcomeRecord] = []
     for record in records:
         point = points[record.point_id]
         attempt = _attempt(point, record.attempt)
@@ -178,18 +150,13 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
             _choose_attempt(point)
             ended.append(record)
     session.flush()
-    metrics = [
-        {
-            **metric.model_dump(),
-            "samples": list(metric.samples),
-            "point_id": record.point_id,
-            "attempt": record.attempt,
-        }
-        # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
-        | ({"ci_low": None, "ci_high": None} if 0 < len(metric.samples) < FEWEST_SAMPLES else {})
-        for record in ended
-        for metric in record.metrics
-    ]
+    metrics = []
+    for end in ended:
+        of = {"point_id": end.point_id, "attempt": end.attempt}
+        for metric in end.metrics:
+            # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
+            more = {"ci_low": None, "ci_high": None} if 0 < len(metric.samples) < FEWEST_SAMPLES else {}
+            metrics.append({**metric.model_dump(), "samples": list(metric.samples), **of, **more})
     if metrics:  # with RETURNING, as in `_insert_new`
         session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
 
@@ -197,8 +164,7 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
 def _environment(key: str, content: dict[str, Any]) -> dict[str, Any]:
     gpu = content.get("gpu")
     gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
-    gpu = None if gpu is None else str(gpu).replace("\0", "\N{REPLACEMENT CHARACTER}")
-    return {"id": key, "gpu": gpu, "content": content}
+    return {"id": key, "gpu": None if gpu is None else rec.without_nul(str(gpu)), "content": content}
 
 
 def _attempt(point: Point, number: int) -> Attempt:
@@ -216,18 +182,15 @@ def _choose_attempt(point: Point) -> None:
     point.attempt = max(settled or point.attempts)
 
 
-def _artifacts(session: Session, records: Sequence[ArtifactRecord]) -> None:
+def _artifacts(session: Session, records: Sequence[rec.ArtifactRecord]) -> None:
     """Store files of attempts that are not stored yet."""
     _existing(session, records)
     for record in records:
-        file = record.artifact
-        same = (Artifact.point_id == record.point_id, Artifact.attempt == record.attempt, Artifact.name == file.name)
-        if session.scalar(select(Artifact.id).where(*same)) is None:
-            values: dict[str, Any] = {**file.model_dump(), "point_id": record.point_id, "attempt": record.attempt}
-            session.execute(insert(Artifact), [values])
+        values = {**record.artifact.model_dump(), "point_id": record.point_id, "attempt": record.attempt}
+        session.execute(_dialect(session).insert(Artifact).on_conflict_do_nothing(), [values])
 
 
-def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
+def _series(session: Session, records: Sequence[rec.SeriesRecord]) -> None:
     """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     _existing(session, records)
     if samples := [sample for record in records for sample in _samples(record)]:
@@ -241,16 +204,15 @@ def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
         )
 
 
-def _samples(record: SeriesRecord) -> Iterator[dict[str, Any]]:
+def _samples(record: rec.SeriesRecord) -> Iterator[dict[str, Any]]:
     same = {name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}
     for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
         yield {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
 
 
-def _events(session: Session, records: Sequence[EventRecord]) -> None:
+def _events(session: Session, records: Sequence[rec.EventRecord]) -> None:
     for run_id in {record.run_id for record in records}:
-        if session.get(Run, run_id) is None:
-            raise _missing(run_id)
+        _run(session, run_id)
     _existing(session, [record for record in records if record.point_id is not None])
     names = ("run_id", "point_id", "at", "level", "message")
     rows = [{name: getattr(record, name) for name in names} for record in records]
@@ -266,7 +228,9 @@ def _insert_new(session: Session, table: type[Event] | type[Environment], rows: 
         session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), missing)
 
 
-_OfPoint = PointRecord | StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord | EventRecord
+_OfPoint = (
+    rec.PointRecord | rec.StartRecord | rec.OutcomeRecord | rec.ArtifactRecord | rec.SeriesRecord | rec.EventRecord
+)
 
 
 def _stored(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]:
@@ -289,16 +253,19 @@ def _existing(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]
     points = _stored(session, records)
     for record in records:
         if record.point_id not in points:
-            if session.get(Run, record.run_id) is None:
-                raise _missing(record.run_id)
+            _run(session, record.run_id)
             raise StoreError(
                 f"point: {record.point_id!r} is not in the database; import the whole journal with `nsa import`"
             )
     return points
 
 
-def _missing(run_id: str) -> RunMissingError:
-    return RunMissingError(f"run: {run_id!r} is not in the database; import the whole journal with `nsa import`")
+def _run(session: Session, run_id: str, *, lock: bool = False) -> Run:
+    """A run that is stored. Raises RunMissingError."""
+    run = session.get(Run, run_id, with_for_update=lock)
+    if run is None:
+        raise RunMissingError(f"run: {run_id!r} is not in the database; import the whole journal with `nsa import`")
+    return run
 
 
 def _dialect(session: Session) -> Any:
@@ -310,14 +277,13 @@ def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-# Records of a type that are written at once: of a series each has up to 1,000 samples.
-_WRITERS: dict[type, tuple[Callable[[Session, list[Any]], None], int]] = {
-    RunRecord: (_runs, 500),
-    PointRecord: (_plans, 500),
-    StartRecord: (_starts, 500),
-    OutcomeRecord: (_outcomes, 500),
-    ArtifactRecord: (_artifacts, 500),
-    SeriesRecord: (_series, 50),
-    EventRecord: (_events, 500),
-    RunEndRecord: (_run_ends, 500),
+_WRITERS: dict[type, Callable[[Session, list[Any]], None]] = {
+    rec.RunRecord: _runs,
+    rec.PointRecord: _plans,
+    rec.StartRecord: _starts,
+    rec.OutcomeRecord: _outcomes,
+    rec.ArtifactRecord: _artifacts,
+    rec.SeriesRecord: _series,
+    rec.EventRecord: _events,
+    rec.RunEndRecord: _run_ends,
 }

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import streamlit as st
-from example_databases import complete, complete_file, database, half_finished
+from made_up_runs import complete, complete_file, database, half_finished
 from streamlit.components.v2 import manifest_scanner
 
 __all__ = ["complete", "complete_file", "database", "half_finished"]

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from hostile_run import ENDED, store_hostile_runs
+from made_up_runs import ENDED, store_hostile_runs
 from playwright.sync_api import (
     BrowserContext,
     Error,

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import check, markdown, show, text
-from example_databases import small_sweep, sweep
-from hostile_run import ENDED, GOING, LIVE, store_hostile_runs
+from made_up_runs import ENDED, GOING, LIVE, small_sweep, store_hostile_runs, sweep
 from streamlit.testing.v1 import AppTest
 
 from dashboard import data

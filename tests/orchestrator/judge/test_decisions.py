@@ -134,19 +134,3 @@ def test_a_decision_follows_its_hardware(sqlite_store: Store, sweep, laws: dict,
     (decision,) = decide(sqlite_store, load_gates().only("linear-scaling"))
     assert decision.result is result
     assert said in decision.sentence
-
-
-def test_a_decision_is_go_only_if_each_machine_is():
-    decision = fresh()["linear-scaling"]
-    *others, cpu = decision.verdicts
-    go = dataclasses.replace(cpu, result=Result.GO, rules=[])
-    bad = dataclasses.replace(others[0], result=Result.NO_GO, rules=[])
-    assert dataclasses.replace(decision, verdicts=(go, go)).result is Result.GO
-    assert dataclasses.replace(decision, verdicts=(others[1], go)).result is Result.UNKNOWN
-    assert dataclasses.replace(decision, verdicts=(bad, others[1], go)).result is Result.NO_GO
-
-
-def test_a_step_of_another_number_of_gpus_stays_apart_only_without_a_command():
-    step = Step("nsa submit a.yaml", "", "1x", 1, 5.0, "b", ("r",))
-    merged_steps = merged([step, dataclasses.replace(step, hardware="2x", gpus=2, settles=("r", "s"))])
-    assert [(each.hardware, each.settles) for each in merged_steps] == [("1x, 2x", ("r", "s"))]

@@ -22,16 +22,10 @@ from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, R
 GO, NO_GO, UNKNOWN = Result.GO, Result.NO_GO, Result.UNKNOWN
 FOREIGN = "f" * 40  # conftest.py
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-UNITS = {
-    "time": "ms",
-    "throughput": "tok/s",
-    "peak_driver": "MiB",
-    "peak_extra_memory": "MiB",
-    "energy_per_token": "J/tok",
-}
-UNITS |= {"heldout_loss": "nat/byte", "recall": "%", "reserved_growth": "%/1000 steps", "driver_growth": "%/1000 steps"}
-UNITS |= {"throughput_drift": "%/h"}
-UNITS |= {"host_growth": "MiB/h", "longest": "token", "shortest_failed": "token", "estimate_error": "%"}
+UNITS = {"time": "ms", "throughput": "tok/s", "peak_driver": "MiB", "peak_extra_memory": "MiB", "recall": "%"}
+UNITS |= {"energy_per_token": "J/tok", "heldout_loss": "nat/byte", "throughput_drift": "%/h", "host_growth": "MiB/h"}
+UNITS |= dict.fromkeys(("reserved_growth", "driver_growth"), "%/1000 steps")
+UNITS |= {"longest": "token", "shortest_failed": "token", "estimate_error": "%"}
 DRILL = ("ok", "spin", "ok", "fill", "ok", "assert", "ok", "oom", "ok")
 DRILLED = {"spin": "hang", "fill": "oom", "assert": "error", "oom": "oom"}
 MODE = {"compile": "on", "cuda_graphs": "on", "checkpointing": "off", "steps": 200}
@@ -96,11 +90,7 @@ def good() -> dict[str, Job]:
             Job("learns-m7c", "train", both(learned, learned, model | MODE | {"batch": 16, "steps": 500})),
             Job("needle-m7c", "needle", both(found, found, model | MODE | {"batch": 32, "steps": 1000})),
             Job("soak-m7c", "soak", [Made(nsa | MODE | {"minutes": 30}, soak | quiet)]),
-            Job(
-                "estimate-m7c",
-                "estimate",
-                [Made(nsa, {"estimate_error": 2.0} | quiet)],
-            ),
+            Job("estimate-m7c", "estimate", [Made(nsa, {"estimate_error": 2.0} | quiet)]),
             Job("drill-gpu", "drill", [Made({"implementation": each}, {}, PointState(end)) for each, end in drills]),
             Job("backward-m7c", "backward", [Made(nsa, {}) for _ in range(20)]),
             Job("capacity-ladder", "capacity", [Made(nsa | longest, {"longest": 4096.0} | quiet)]),
@@ -112,42 +102,22 @@ def records(run_id: str, job: Job) -> Iterable[Record]:
     at = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(days=job.day)
     own = (*MODE_AXES, Axis("minutes", "whole", "minutes"))
     start: dict[str, Any] = {"run_id": run_id, "at": at}
-    yield RunRecord(
-        **start,
-        name=job.name,
-        kind=job.kind,
-        spec={},
-        spec_hash="5",
-        git_commit=job.commit,
-        git_dirty=job.dirty,
-        axes=own,
-    )
+    told = {"spec": {}, "spec_hash": "5", "git_commit": job.commit, "git_dirty": job.dirty, "axes": own}
+    yield RunRecord(**start, name=job.name, kind=job.kind, **told)
     heads = {"query_heads": 12, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
     for number, made in enumerate(job.points):
         point: dict[str, Any] = start | {"point_id": f"{run_id}/{number}"}
         label = f"{made.axes['implementation']} {number}"
         axes = heads | made.axes
         yield PointRecord(**point, index=number, key=f"{number}", label=label, config={}, axes=axes)
-        metrics = tuple(
-            MetricData(
-                name=name,
-                unit=UNITS.get(name, "1"),
-                value=value,
-                p10=value * (1 - made.spread / 2) if name == "time" else None,
-                p90=value * (1 + made.spread / 2) if name == "time" else None,
-            )
-            for name, value in made.metrics.items()
-        )
+        metrics = []
+        for name, value in made.metrics.items():
+            spread = {"p10": value * (1 - made.spread / 2), "p90": value * (1 + made.spread / 2)}
+            more = spread if name == "time" else {}
+            metrics.append(MetricData(name=name, unit=UNITS.get(name, "1"), value=value, **more))
         environment = {"gpu": {"name": made.gpu, "power_limit_w": "700", "ecc": "1"} | made.card}
-        ok = made.state is PointState.OK
-        yield OutcomeRecord(
-            **point,
-            attempt=1,
-            state=made.state,
-            reason=made.reason,
-            metrics=metrics if ok else (),
-            environment=environment,
-        )
+        ended = {"attempt": 1, "state": made.state, "reason": made.reason, "environment": environment}
+        yield OutcomeRecord(**point, **ended, metrics=tuple(metrics) if made.state is PointState.OK else ())
     if job.state is not RunState.RUNNING:
         yield RunEndRecord(run_id=run_id, at=at + timedelta(minutes=9), state=job.state)
 
@@ -237,11 +207,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "slower than dense at the plan's S": (change("train-speed", "triton", throughput=2e5), "trains-as-fast", NO_GO),
     "attention slower than dense": (change("scaling-m7c", "triton", time=50.0), "attention-time", NO_GO),
     "takes more energy": (change("train-speed", "triton", energy_per_token=2e-3), "energy", NO_GO),
-    "takes more memory": (
-        change("train-speed", "triton", peak_driver=7600.0),
-        "memory-beside-dense",
-        NO_GO,
-    ),
+    "takes more memory": (change("train-speed", "triton", peak_driver=7600.0), "memory-beside-dense", NO_GO),
     "too slow for the plan": (change("train-speed", "triton", throughput=2e3), "throughput", NO_GO),
     "117 GiB reserved": (change("train-speed", "triton", peak_driver=120_000.0), "peak-memory", NO_GO),
     "measured in another mode": (points("train-speed", axes={"cuda_graphs": "off"}), "throughput", UNKNOWN),

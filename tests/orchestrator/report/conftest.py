@@ -1,5 +1,5 @@
 """Fixtures shared with the dashboard's tests: databases."""
 
-from example_databases import complete, complete_file, database
+from made_up_runs import complete, complete_file, database
 
 __all__ = ["complete", "complete_file", "database"]

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hostile_run import ENDED, GOING, SHORT, TEXT, store_hostile_runs
+from made_up_runs import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 
 import orchestrator
 from jobs.schema.quantities import TIME

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -112,17 +111,6 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
         tables = theirs.execute("SELECT name FROM sqlite_master").fetchall()
     assert ("bookmark",) in tables
     assert ("run",) not in tables
-
-
-OPEN = "import sys; from orchestrator.store import Store; Store.open(sys.argv[1]).close(); print(*sys.modules)"
-
-
-def test_opening_a_current_database_does_not_import_alembic(sqlite_store: Store):
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, str(sqlite_store.engine.url)], capture_output=True, text=True, check=True
-    )
-    assert "sqlalchemy" in done.stdout.split()
-    assert "alembic" not in done.stdout.split()
 
 
 def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):

@@ -38,49 +38,22 @@ T0 = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 def test_each_point_has_what_is_stored_of_it(store: Store, sweep):
-    store.apply_many([*sweep(failures={PointState.HANG: "silent"}), *samples(), *sweep("another")])
-    store.apply_many([RunRecord(run_id="empty", name="e", kind="scaling", spec={}, spec_hash="5"), numbered(7)])
-    run, empty = json.loads(exporter.to_json(store, [RUN, "empty"]))
-    assert [point["number"] for point in run["points"]] == list(range(9))
-    assert [point["number"] for point in empty["points"]] == [7]
-    for point in (*run["points"], *empty["points"]):
-        point_id = point["point_id"]
-        stored = queries.point(store, point_id) or {}
+    def samples(number: int, length: int, attempt: int = 1, rank: int = 0) -> Record:
+        times, values = (tuple(first + step for step in range(length)) for first in (T0.timestamp(), number))
+        about = {"run_id": RUN, "point_id": f"{RUN}/{number}", "name": "loss", "unit": "nat/byte", "rank": rank}
+        return SeriesRecord(**about, attempt=attempt, steps=tuple(range(length)), times=times, values=values)
+
+    store.apply_many([*sweep(failures={PointState.HANG: "silent"}), *sweep("another")])
+    store.apply_many([samples(0, 1, attempt=2), samples(8, 1), samples(0, 3), samples(0, 2, rank=1)])
+    [run] = json.loads(exporter.to_json(store, [RUN]))
+    for point in run["points"]:
+        stored, metrics = queries.point(store, point["point_id"]) or {}, queries.metrics(store, point["point_id"])
         assert list(point) == [*stored, "metrics", "series"]
         assert point["config"] == stored["config"]
-        metrics = queries.metrics(store, point_id)
-        assert [row["name"] for row in point["metrics"]] == metrics["name"].tolist()
         assert [row["samples"] for row in point["metrics"]] == metrics["samples"].tolist()
-        told = [value for series in point["series"] for value in series["values"]]
-        assert told == queries.series(store, point_id)["value"].tolist()
     assert [len(point["metrics"]) for point in run["points"]] == [4] * 8 + [0]
-    assert [
-        [(each["attempt"], each["name"], each["rank"], each["steps"]) for each in p["series"]] for p in run["points"]
-    ] == [
-        [(1, "loss", 0, [0, 1, 2]), (1, "loss", 1, [0, 1]), (2, "loss", 0, [0])],
-        *([[]] * 7),
-        [(1, "loss", 0, [0])],
-    ]
-
-
-def samples() -> list[Record]:
-    """Series of the first and the last point of the sweep, in no order."""
-    return [piece(0, 1, attempt=2), piece(8, 1), piece(0, 3), piece(0, 2, rank=1)]
-
-
-def piece(number: int, length: int, **more: int) -> SeriesRecord:
-    times = tuple((T0 + timedelta(seconds=step)).timestamp() for step in range(length))
-    values = tuple(1.0 / (1 + number + step) for step in range(length))
-    fields = {"attempt": 1, "rank": 0, "steps": tuple(range(length)), "times": times, "values": values} | more
-    return SeriesRecord.model_validate(
-        {"run_id": RUN, "point_id": f"{RUN}/{number}", "name": "loss", "unit": "nat/byte", **fields}
-    )
-
-
-def numbered(number: int) -> PointRecord:
-    return PointRecord(
-        run_id="empty", point_id=f"empty/{number}", index=number, key="k", label="l", config={}, axes={"seq_len": 64}
-    )
+    exported = [[(each["attempt"], each["rank"], each["values"]) for each in p["series"]] for p in run["points"]]
+    assert exported == [[(1, 0, [0, 1, 2]), (1, 1, [0, 1]), (2, 0, [0])], *([[]] * 7), [(1, 0, [8])]]
 
 
 @pytest.mark.timeout(60)

@@ -56,29 +56,6 @@ def test_every_seed_figure_is_kept_and_nothing_else(sqlite_store: Store):
     assert curve.sort_values("seq_len").estimate_bytes.iloc[0] == 229 * 2**20
 
 
-def test_seed_hangs_are_states_and_targets_are_notes(sqlite_store: Store):
-    import_file(sqlite_store, DATA / "seed_measurements.csv")
-    states = queries.states(sqlite_store)
-    hang = states[(states.state == "hang") & (states.seq_len == 1024) & (states.implementation == "nsa-vibe")]
-    assert hang.reason.tolist() == ["reported as hang (not reproduced in 002_0efc432e4c57f734)"]
-    notes = queries.events(sqlite_store, "reported-003_f755c03c43033f24").message.tolist()
-    assert len(notes) == 2
-    assert all(note.startswith("stated as a target, not measured: throughput") for note in notes)
-    assert not states.implementation.str.contains("target").any()
-
-
-def test_peers_have_a_point_for_each_pass(sqlite_store: Store):
-    import_file(sqlite_store, DATA / "peers_h200.csv")
-    frame = queries.scaling(sqlite_store)
-    row = frame[(frame.implementation == "Scalable-Flash-NSA") & (frame.query_heads == 12) & (frame.seq_len == 8192)]
-    values = row.set_index(["pass", "metric"]).value
-    assert values["forward", "time"] == 2.35
-    assert values["forward+backward", "time"] == 6.755
-    assert values["forward+backward", "peak_extra_memory"] == 608
-    assert row[row.metric == "time"].per_sequence.tolist() == pytest.approx([2.35 / 4, 6.755 / 4])
-    assert set(row.gpu) == {"H200"}
-
-
 def test_a_changed_table_replaces_its_older_version(sqlite_store: Store, tmp_path: Path):
     path = tmp_path / "peers.csv"
     lines = (DATA / "peers_h200.csv").read_text().splitlines(keepends=True)

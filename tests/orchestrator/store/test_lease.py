@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from orchestrator.store import Store
-from orchestrator.store.lease import LeaseHeld
 from orchestrator.store.models import Run
+from orchestrator.store.store import LeaseHeld
 
 RUN = "20261120-120000-demo-abcd"
 

@@ -114,12 +114,6 @@ def test_scaling_has_only_ok_points_and_divides_by_the_batch(filled: Store):
     assert queries.scaling(filled, run_ids=[]).empty
 
 
-def test_counts(filled: Store):
-    counted = queries.counts(filled)
-    assert (counted["runs"], counted["runs_measured"], counted["runs_reported"]) == (2, 1, 1)
-    assert (counted["points"], counted["points_ok"], counted["points_hang"]) == (11, 9, 1)
-
-
 def test_an_empty_store_gives_empty_frames_with_the_same_columns(store: Store):
     assert queries.runs(store).empty
     assert " ".join(queries.scaling(store).columns) == SCALING
