@@ -105,12 +105,17 @@ class Operands:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Dtype of x in a product under autocast; its own where autocast is off, and always for float64."""
-    return torch.get_autocast_dtype(x.device.type) if _under_autocast(x) and x.dtype != torch.float64 else x.dtype
+    return torch.get_autocast_dtype(_autocast_kind(x)) if _under_autocast(x) and x.dtype != torch.float64 else x.dtype
 
 
 def _under_autocast(x: Tensor) -> bool:
-    kind = x.device.type
+    kind = _autocast_kind(x)
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+def _autocast_kind(x: Tensor) -> str:
+    """The kind of device whose autocast holds for x; for tensors without memory that of the CPU."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 @constant  # PyTorch 2.11 cannot trace is_autocast_available
@@ -120,7 +125,7 @@ def _has_autocast(kind: str) -> bool:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Context without autocast, for the operators, which choose the dtypes of their products themselves."""
-    kind = x.device.type
+    kind = _autocast_kind(x)
     return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 

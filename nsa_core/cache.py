@@ -7,8 +7,6 @@ a graph are counted on the device alone, until `recount`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -21,9 +19,8 @@ Triple = tuple[Tensor, Tensor, Tensor]
 class _Held:
     """Buffer [B,room,H,D] of tokens, allocated by the first append; `length` counts the tokens appended."""
 
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-        self.length = 0
+    _buffer: Tensor | None = None
+    length = 0
 
     @property
     def buffer(self) -> Tensor:
@@ -41,7 +38,6 @@ class Appended(_Held):
     """
 
     def __init__(self, multiple: int = 64, capacity: int = 1) -> None:
-        super().__init__()
         self._multiple, self._capacity = multiple, capacity
 
     def append(self, x: Tensor) -> None:
@@ -78,7 +74,6 @@ class Recent(_Held):
     """Ring of the last `size` tokens appended [B,T,H,D]; the token at position p is in slot p % size."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
         self._size = size
 
     def append(self, x: Tensor) -> None:
@@ -100,7 +95,7 @@ class Recent(_Held):
         return self.values() if self.length <= self._size else self.buffer.roll(-(self.length % self._size), 1)
 
 
-class _Cache(ABC):
+class _Cache:
     """Counting and capacity, the same for both kinds of attention.
 
     Attributes:
@@ -109,28 +104,27 @@ class _Cache(ABC):
         frequencies: RoPE's, float32 [D/2], kept by the first step that needs them.
     """
 
-    def __init__(self, capacity: int | None) -> None:
+    def __init__(self, capacity: int | None, *every_token: Appended) -> None:
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise InputError("capacity", repr(capacity), "use a whole number of tokens >= 1, or None to let it grow")
         self.capacity = capacity
         self.position: Tensor | None = None
         self.frequencies: Tensor | None = None
-
-    @property
-    @abstractmethod
-    def _every_token(self) -> Appended: ...
+        self._every_token = every_token
 
     @property
     def length(self) -> int:
         """Tokens held as counted on the host: the position of the next one."""
-        return self._every_token.length
+        return self._every_token[0].length
 
-    @abstractmethod
     def note_length(self, tokens: int) -> None:
         """Set the host's counts to `tokens`, after `position` was changed by other means."""
+        for held in self._every_token:
+            held.length = tokens
 
-    @abstractmethod
-    def _reserve(self, tokens: int) -> None: ...
+    def _reserve(self, tokens: int) -> None:
+        for held in self._every_token:
+            held.reserve(tokens)
 
     def check(self, batch: int, tokens: int) -> None:
         """Check that `tokens` more tokens of `batch` sequences fit, by the host's count.
@@ -138,8 +132,8 @@ class _Cache(ABC):
         Raises:
             InputError: there is no room for them, or the cache holds another number of sequences.
         """
-        if self.length > 0 and batch != len(self._every_token.buffer):
-            raise InputError("batch", batch, f"use {len(self._every_token.buffer)}, the sequences that the cache holds")
+        if self.length > 0 and batch != (held := len(self._every_token[0].buffer)):
+            raise InputError("batch", batch, f"use {held}, the sequences that the cache holds")
         if self.capacity is not None and self.length + tokens > self.capacity:
             raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
 
@@ -150,7 +144,7 @@ class _Cache(ABC):
             InputError: as `check`, or k has another dtype, or a graph is being captured of a cache without a capacity.
         """
         self.check(len(k), 1)
-        held = self._every_token.buffer.dtype
+        held = self._every_token[0].buffer.dtype
         if k.dtype != held:
             raise InputError("dtype", k.dtype, f"continue in {held}, as the cache was filled, with autocast on or off")
         if self.capacity is None:
@@ -186,18 +180,13 @@ class NSACache(_Cache):
     """
 
     def __init__(self, config: NSAConfig, capacity: int | None = None) -> None:
-        super().__init__(capacity)
-        self.config = config
-        tokens = capacity or 1
+        self.config, tokens = config, capacity or 1
+        self.k_slc, self.v_slc = Appended(config.slc_block, tokens), Appended(config.slc_block, tokens)
+        super().__init__(capacity, self.k_slc, self.v_slc)
         compressed = max(1, config.cmp_tokens(tokens))
         self.k_cmp, self.v_cmp = Appended(capacity=compressed), Appended(capacity=compressed)
-        self.k_slc, self.v_slc = Appended(config.slc_block, tokens), Appended(config.slc_block, tokens)
         self.k_win, self.v_win = Recent(config.window), Recent(config.window)
         self.k_open, self.v_open = Recent(config.cmp_block), Recent(config.cmp_block)
-
-    @property
-    def _every_token(self) -> Appended:
-        return self.k_slc
 
     def take(self, k: Triple, v: Triple) -> None:
         """Append keys and values [B,S,Hkv,D] of cmp (unrotated), slc and win; call `add_compressed` next.
@@ -206,10 +195,9 @@ class NSACache(_Cache):
             InputError: as `check`.
         """
         self.check(*k[1].shape[:2])
-        for held, x in zip((self.k_open, self.k_slc, self.k_win), k, strict=True):
-            held.append(x)
-        for held, x in zip((self.v_open, self.v_slc, self.v_win), v, strict=True):
-            held.append(x)
+        held = self.k_open, self.k_slc, self.k_win, self.v_open, self.v_slc, self.v_win
+        for tokens, x in zip(held, (*k, *v), strict=True):
+            tokens.append(x)
         self._count(k[1])
 
     def add_compressed(self, k_cmp: Tensor, v_cmp: Tensor) -> None:
@@ -218,13 +206,13 @@ class NSACache(_Cache):
         self.v_cmp.append(v_cmp)
 
     def note_length(self, tokens: int) -> None:
-        for held in (self.k_slc, self.v_slc, self.k_win, self.v_win, self.k_open, self.v_open):
+        super().note_length(tokens)
+        for held in (self.k_win, self.v_win, self.k_open, self.v_open):
             held.length = tokens
         self.k_cmp.length = self.v_cmp.length = self.config.cmp_tokens(tokens)
 
     def _reserve(self, tokens: int) -> None:
-        for held in (self.k_slc, self.v_slc):
-            held.reserve(tokens)
+        super()._reserve(tokens)
         for held in (self.k_cmp, self.v_cmp):
             held.reserve(self.config.cmp_tokens(tokens))
 
@@ -233,12 +221,8 @@ class DenseCache(_Cache):
     """Keys (rotated) and values of one dense layer."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        super().__init__(capacity)
         self.k, self.v = Appended(capacity=capacity or 1), Appended(capacity=capacity or 1)
-
-    @property
-    def _every_token(self) -> Appended:
-        return self.k
+        super().__init__(capacity, self.k, self.v)
 
     def take(self, k: Tensor, v: Tensor) -> None:
         """Append keys and values [B,S,H,D]. Raises InputError as `check`."""
@@ -246,10 +230,3 @@ class DenseCache(_Cache):
         self.k.append(k)
         self.v.append(v)
         self._count(k)
-
-    def note_length(self, tokens: int) -> None:
-        self.k.length = self.v.length = tokens
-
-    def _reserve(self, tokens: int) -> None:
-        for held in (self.k, self.v):
-            held.reserve(tokens)

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ._inputs import without_autocast
 from .backends import BACKENDS, Heads, default, resolve, triton
 from .cache import Appended, DenseCache, NSACache
 from .functional import dense_attention
@@ -61,7 +62,7 @@ def nsa_step(
     new = cache.config.cmp_tokens(cache.length) - cache.k_cmp.length
     cache.add_compressed(made[0][:, :new], made[1][:, :new])
     q = rotate(q, cos, sin)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(q):
         blocks = select.select(q, cache.k_cmp.values(), cache.config, position, q.shape[-1] ** -0.5)[:, 0].long()
     return _attend_all(q, torch.sigmoid(gates).to(q.dtype), cache, blocks)
 
@@ -85,8 +86,7 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 def _kernel_step(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: NSACache, theta: float, compress: Compress
 ) -> Tensor:
-    kernels = _kernels()
-    _prepare(cache, k, theta)
+    kernels = _prepared(cache, k, theta)
     for branch in ("cmp", "select", "slc", "win"):
         note(branch, TRITON)
     rotated = kernels.take(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
@@ -98,8 +98,7 @@ def _kernel_step(
 
 
 def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta: float) -> Tensor:
-    kernels = _kernels()
-    _prepare(cache, k, theta)
+    kernels = _prepared(cache, k, theta)
     note("dense", TRITON)
     rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
     out = kernels.attend_dense(rotated, cache)
@@ -107,11 +106,14 @@ def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta
     return out.unsqueeze(1)
 
 
-def _prepare(cache: NSACache | DenseCache, k: Tensor, theta: float) -> None:
-    """Give the cache room for a token with keys k, and RoPE's frequencies."""
+def _prepared(cache: NSACache | DenseCache, k: Tensor, theta: float) -> ModuleType:
+    """The kernels, after the cache got room for a token with keys k, and RoPE's frequencies."""
+    from .kernels.decode import step  # needs Triton
+
     cache.make_room(k)
     if cache.frequencies is None:
         cache.frequencies = frequencies(k.shape[-1], theta, k.device)
+    return step
 
 
 def _store_learned(cache: NSACache, compress: Compress) -> None:
@@ -136,20 +138,15 @@ def _attend_all(q: Tensor, gates: Tensor, cache: NSACache, blocks: Tensor) -> Te
     """Gated sum [B,1,Hq,Dv] of the branches for the token stored last; q is rotated."""
     scale, config, k_cmp = q.shape[-1] ** -0.5, cache.config, cache.k_cmp.values()
     cmp, slc, win = gates.split(1, -1)
-    visible = _positions(blocks, config.slc_block) < cache.length
+    tokens = blocks.unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=blocks.device)
+    visible = ((tokens >= 0) & (tokens < cache.length)).flatten(2)
     k_slc, v_slc = _chosen(cache.k_slc, blocks), _chosen(cache.v_slc, blocks)
     out = slc * _attend("slc", q, k_slc, v_slc, scale, visible)
-    out = out + win * _attend("win", q, _by_head(cache.k_win.values()), _by_head(cache.v_win.values()), scale)
+    k_win, v_win = cache.k_win.values(), cache.v_win.values()
+    out = out + win * _attend("win", q, k_win.transpose(1, 2), v_win.transpose(1, 2), scale)
     if k_cmp.shape[1] > 0:  # before the first compressed token this branch gives zeros
-        out = out + cmp * _attend("cmp", q, _by_head(k_cmp), _by_head(cache.v_cmp.values()), scale)
+        out = out + cmp * _attend("cmp", q, k_cmp.transpose(1, 2), cache.v_cmp.values().transpose(1, 2), scale)
     return out
-
-
-def _positions(blocks: Tensor, size: int) -> Tensor:
-    """Positions of the chosen blocks' tokens [B,Hkv,slc_count·size]; past any end for absent blocks (-1)."""
-    within = torch.arange(size, device=blocks.device)
-    first = torch.where(blocks < 0, torch.iinfo(torch.int64).max // 2, blocks * size)
-    return (first.unsqueeze(-1) + within).flatten(2)
 
 
 def _chosen(cached: Appended, blocks: Tensor) -> Tensor:
@@ -158,10 +155,6 @@ def _chosen(cached: Appended, blocks: Tensor) -> Tensor:
     b = torch.arange(batch, device=blocks.device)[:, None, None]
     h = torch.arange(heads, device=blocks.device)[None, :, None]
     return cached.blocks()[b, blocks.clamp_min(0), :, h].flatten(2, 3)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
 
 
 def _attend(branch: Branch, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
@@ -174,9 +167,3 @@ def _attend(branch: Branch, q: Tensor, k: Tensor, v: Tensor, scale: float, visib
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     p = torch.softmax(scores, -1, dtype=wide).to(v.dtype)
     return (p @ v).flatten(1, 2).unsqueeze(1)
-
-
-def _kernels() -> ModuleType:
-    from .kernels.decode import step
-
-    return step

@@ -23,15 +23,11 @@ from torch.nn.functional import pad
 from .._tracing import constant
 
 # Package and module of each kernel; PyTorch's own needs none.
-PACKAGES: Mapping[str, tuple[str, str]] = {
-    "flash-attn-4": ("flash-attn-4", "flash_attn.cute"),
-    "flash-attn-2": ("flash-attn", "flash_attn"),
-}
+_PACKAGES = {"flash-attn-4": ("flash-attn-4", "flash_attn.cute"), "flash-attn-2": ("flash-attn", "flash_attn")}
 # Fastest first, as measured on an H200 (docs/kernel-log.md); flash-attn 2 and PyTorch's are the same algorithm.
 PROVIDERS = ("flash-attn-4", "flash-attn-2", "torch-varlen")
 
 _HALF = (torch.bfloat16, torch.float16)
-_MULTIPLE = 8
 # Widest head dim of each kernel, forward and backward, by the major number of the compute capability.
 _WIDEST: Mapping[str, Mapping[int, int]] = {
     "flash-attn-4": {9: 256, 10: 128, 11: 128},
@@ -68,7 +64,7 @@ def here(device: torch.device) -> Host:
 
 def lacking(versions: Mapping[str, str]) -> dict[str, str]:
     """Kernels whose package is not among the installed `versions`, with what to do about it."""
-    missing = [(name, package) for name, (package, _) in PACKAGES.items() if package not in versions]
+    missing = [(name, package) for name, (package, _) in _PACKAGES.items() if package not in versions]
     return {name: f"{package} is not installed on the GPU host: pip install {package}" for name, package in missing}
 
 
@@ -92,31 +88,15 @@ def first_usable(names: Iterable[str], host: Host, dtype: torch.dtype, width: in
     return next((name for name in names if unusable(name, host, dtype, width) is None), None)
 
 
-def attend(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention [B,S,Hq,Dv] over the last `window` positions (None: all), by kernel `name`."""
-    return _at_one_width(_ATTEND[name], q, k, v, scale, _left(window, k.shape[1]))
-
-
-def attend_packed(
-    name: str, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """Attention [total,Hq,Dv] of packed sequences: q [total,Hq,Dk], k, v likewise, int32 bounds [sequences + 1].
-
-    The kernels want the longest sequence's length on the host; the total is a bound known without waiting.
-    """
-    run = _ATTEND_PACKED[name]
-    return _at_one_width(lambda *args: run(*args, bounds), q, k, v, scale, _left(window, len(k)))
-
-
 @cache
 def _lacking() -> Mapping[str, str]:
     """Kernels lacking in this process. An installed package may still fail to load: built for another PyTorch, say."""
     versions: dict[str, str] = {}
-    for package, _ in PACKAGES.values():
+    for package, _ in _PACKAGES.values():
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     lacks = lacking(versions)
-    for name, (package, module) in PACKAGES.items():
+    for name, (package, module) in _PACKAGES.items():
         if package in versions:
             try:
                 import_module(module)
@@ -125,22 +105,23 @@ def _lacking() -> Mapping[str, str]:
     return lacks
 
 
-def _left(window: int | None, tokens: int) -> int | None:
-    """Keys that a query sees before its own, as the kernels count a window; None where it sees all."""
-    return None if window is None or window >= tokens else window - 1
-
-
-def _at_one_width(
-    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None
+def attend(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: Tensor | None = None
 ) -> Tensor:
-    value_dim, width = v.shape[-1], common_width(q, v)
-    out = run(*(widened(x, width) for x in (q, k, v)), scale, left)
+    """Causal attention [B,S,Hq,Dv] over the last `window` positions (None: all), by kernel `name`.
+
+    With int32 bounds [sequences + 1] of packed sequences: q [total,Hq,Dk] and so on. The kernels want the longest
+    sequence's length on the host; the total is a bound known without waiting.
+    """
+    tokens, value_dim, width = k.shape[-3], v.shape[-1], common_width(q, v)
+    left = None if window is None or window >= tokens else window - 1  # keys before a query's own; None: all
+    out = _ATTEND[name](*(widened(x, width) for x in (q, k, v)), scale, left, bounds)
     return out if value_dim == width else out[..., :value_dim]
 
 
 def common_width(q: Tensor, v: Tensor) -> int:
     """Head dim of queries, keys and values that fused kernels take: the wider one, padded to a multiple of 8."""
-    return -(-max(q.shape[-1], v.shape[-1]) // _MULTIPLE) * _MULTIPLE
+    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
 def widened(x: Tensor, width: int) -> Tensor:
@@ -157,52 +138,29 @@ def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @_untraced
-def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
-    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+def _flash_attn_4(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor | None = None
+) -> Tensor:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    return flash_attn_func(
-        q, k, v, softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic()
-    )[0]  # fmt: skip
-
-
-@_untraced
-def _flash_attn_4_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
-    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=len(q), max_seqlen_k=len(k),
-        softmax_scale=scale, causal=True, window_size=(left, None), deterministic=_deterministic(),
-    )[0]  # fmt: skip
+    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (left, None)}
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if bounds is None:
+        return flash_attn_func(q, k, v, **settings)[0]
+    settings |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": len(q), "max_seqlen_k": len(k)}
+    return flash_attn_varlen_func(q, k, v, **settings)[0]
 
 
-def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
-    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+def _flash_attn_2(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor | None = None
+) -> Tensor:
+    import flash_attn  # pyright: ignore[reportMissingImports]
 
-    return flash_attn_func(
-        q, k, v, softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic()
-    )
-
-
-def _flash_attn_2_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    return flash_attn_varlen_func(
-        q, k, v, bounds, bounds, len(q), len(k),
-        softmax_scale=scale, causal=True, window_size=_pair(left), deterministic=_deterministic(),
-    )  # fmt: skip
-
-
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> Tensor:
-    (batch, rows), tokens = q.shape[:2], k.shape[1]
-    sequences = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    return _varlen(flat, (sequences * rows, sequences * tokens), (rows, tokens), scale, left).unflatten(
-        0, (batch, rows)
-    )
-
-
-def _torch_varlen_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor) -> Tensor:
-    return _varlen((q, k, v), (bounds, bounds), (len(q), len(k)), scale, left)
+    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (-1 if left is None else left, 0)}
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if bounds is None:
+        return flash_attn.flash_attn_func(q, k, v, **settings)
+    return flash_attn.flash_attn_varlen_func(q, k, v, bounds, bounds, len(q), len(k), **settings)
 
 
 @constant
@@ -213,37 +171,27 @@ def _groups_are_an_option() -> bool:
     return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
-def _varlen(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    bounds: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
-    left: int | None,
+def _torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor | None = None
 ) -> Tensor:
-    """Attention by PyTorch's kernel; `bounds` and `longest` are each for q, then for k."""
     from torch.nn.attention import varlen  # imports torch._dynamo, which takes longer than the rest of PyTorch
 
+    shape = q.shape[:-2]
+    if bounds is None:  # a batch is packed sequences of one length
+        sequences = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        each = sequences * q.shape[1], sequences * k.shape[1], q.shape[1], k.shape[1]
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    else:
+        each = bounds, bounds, len(q), len(k)
     groups: Mapping[str, Any] = {"enable_gqa": True} if _groups_are_an_option() else {}
-    out = varlen.varlen_attn(*qkv, *bounds, *longest, scale=scale, window_size=_pair(left), **groups)
+    size = (-1 if left is None else left, 0)
+    out = varlen.varlen_attn(q, k, v, *each, scale=scale, window_size=size, **groups)
     assert isinstance(out, Tensor)
-    return out
-
-
-def _pair(left: int | None) -> tuple[int, int]:
-    return (-1 if left is None else left, 0)
-
-
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+    return out if bounds is not None else out.unflatten(0, shape)
 
 
 _ATTEND: Mapping[str, Callable[..., Tensor]] = {
     "flash-attn-4": _flash_attn_4,
     "flash-attn-2": _flash_attn_2,
     "torch-varlen": _torch_varlen,
-}
-_ATTEND_PACKED: Mapping[str, Callable[..., Tensor]] = {
-    "flash-attn-4": _flash_attn_4_packed,
-    "flash-attn-2": _flash_attn_2_packed,
-    "torch-varlen": _torch_varlen_packed,
 }

@@ -22,14 +22,14 @@ from torch.autograd.function import once_differentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
 from ..routes import note
-from . import _selection, chunks
+from . import _common, chunks
 from .chunks import CallShape, ChunkedBranch, Piece, operand_dtype
 
 _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None if device.type in ("cpu", "cuda") else f"it runs on cpu and cuda, not on {device.type}"
+    return None if device.type in ("cpu", "cuda", "meta") else f"it runs on cpu and cuda, not on {device.type}"
 
 
 def compressed(
@@ -51,9 +51,9 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
         keys = branch.heads_first(k_cmp)
         for piece in branch.pieces(None, False):
             p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
-            scores = _selection.importance(p, config.slc_blocks(offset + piece.stop), config)
+            scores = _common.importance(p, config.slc_blocks(offset + piece.stop), config)
             positions = torch.arange(offset + piece.start, offset + piece.stop, device=q.device)
-            best = _selection.choose(scores, positions, config)
+            best = _common.choose(scores, positions, config)
             chosen[:, piece.start : piece.stop] = best.unflatten(0, (batch, kv_heads)).transpose(1, 2)
     return chosen
 

@@ -70,7 +70,7 @@ def packed(
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans if a < b)
         return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
     note("dense", names[0])
-    return _providers.attend_packed(names[0], q, k, v, checked_bounds(cu_seqlens, len(q), q.device), scale, window)
+    return _providers.attend(names[0], q, k, v, scale, window, checked_bounds(cu_seqlens, len(q), q.device))
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:

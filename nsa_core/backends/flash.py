@@ -14,6 +14,7 @@ from .._tracing import constant
 from ..errors import BackendError
 from ..routes import note
 from . import _providers
+from ._common import gated
 
 KERNELS = _providers.PROVIDERS
 
@@ -38,8 +39,7 @@ def window(
     provider = kernel or _fastest(q.device, q.dtype, _providers.common_width(q, v))
     q, scale = positive(q, scale)
     note("win", provider)
-    out = _providers.attend(provider, q, k, v, scale, window)
-    return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
+    return gated(_providers.attend(provider, q, k, v, scale, window), gate)
 
 
 @constant

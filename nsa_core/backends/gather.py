@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ..config import NSAConfig
 from ..routes import note
 from . import naive
-from ._copies import copies
+from ._common import copies, gated, positions, wide
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -27,7 +27,7 @@ def compressed(
     """Compressed branch; all compressed tokens are copied for every query, S²/d of them."""
     note("cmp", "gather")
     tokens = torch.arange(k_cmp.shape[1], device=q.device)
-    hidden = tokens * config.cmp_stride + config.cmp_block - 1 > _positions(q, offset)
+    hidden = tokens * config.cmp_stride + config.cmp_block - 1 > positions(q, offset)[:, None]
     return _attend(q, k_cmp, v_cmp, gate, tokens.expand_as(hidden)[None, None], hidden[None, None], scale)
 
 
@@ -44,7 +44,7 @@ def selected(
     note("slc", "gather")
     per_head = blocks.transpose(1, 2).long()  # [B,Hkv,S,n]
     tokens = per_head.unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=q.device)
-    hidden = (tokens < 0) | (tokens > _positions(q, k.shape[1] - q.shape[1]).unsqueeze(-1))
+    hidden = (tokens < 0) | (tokens > positions(q, k.shape[1] - q.shape[1])[:, None, None])
     return _attend(q, k, v, gate, per_head.clamp(min=0), hidden.flatten(3), scale, config.slc_block)
 
 
@@ -52,12 +52,8 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
     """Window branch; the window's keys are copied for every query."""
     note("win", "gather")
     before = torch.arange(min(window, k.shape[1]) - 1, -1, -1, device=q.device)
-    tokens = _positions(q, k.shape[1] - q.shape[1]) - before
+    tokens = positions(q, k.shape[1] - q.shape[1])[:, None] - before
     return _attend(q, k, v, gate, tokens.clamp(min=0)[None, None], (tokens < 0)[None, None], scale)
-
-
-def _positions(q: Tensor, offset: int) -> Tensor:
-    return torch.arange(offset, offset + q.shape[1], device=q.device).unsqueeze(-1)
 
 
 def _attend(
@@ -76,19 +72,15 @@ def _attend(
         places: blocks of `unit` tokens that a query sees, int64 [B or 1,Hkv or 1,S,n].
         hidden: True where a key is masked, [B or 1,Hkv or 1,S,n·unit].
     """
-    batch, kv_heads = k.shape[0], k.shape[2]
-    per_head = -(-k.shape[1] // unit)
+    batch, kv_heads, per_head = k.shape[0], k.shape[2], -(-k.shape[1] // unit)
     first = torch.arange(batch * kv_heads, device=q.device).view(batch, kv_heads, 1, 1) * per_head
     rows = (first + places).flatten()
     shape = batch, kv_heads, q.shape[1], hidden.shape[-1]
     keys, values = (copies(_blocks(x, unit), rows).view(*shape, x.shape[-1]) for x in (k, v))
     queries = q.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # [B,Hkv,S,G,D]
-    scores = queries @ keys.mT * scale
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    hidden = hidden.unsqueeze(-2)
-    p = torch.softmax(wide.masked_fill(hidden, torch.finfo(wide.dtype).min), -1).masked_fill(hidden, 0)
-    out = (p.to(v.dtype) @ values).transpose(1, 2).flatten(2, 3)
-    return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
+    scores, hidden = wide(queries @ keys.mT * scale), hidden.unsqueeze(-2)
+    p = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), -1).masked_fill(hidden, 0)
+    return gated((p.to(v.dtype) @ values).transpose(1, 2).flatten(2, 3), gate)
 
 
 def _blocks(x: Tensor, unit: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..config import NSAConfig
 from ..routes import note
-from . import _selection
+from . import _common
+from ._common import gated, positions, wide
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -34,13 +35,12 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
 
 def best_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Blocks as `select` gives them, for callers that note the route themselves."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         visible = _visible_compressed(q, k_cmp, config, offset)
-        p = _probabilities(q.to(wide), k_cmp.to(wide), visible, scale)
+        p = _probabilities(wide(q), wide(k_cmp), visible, scale)
         grouped = p.unflatten(1, (k_cmp.shape[2], -1)).transpose(2, 3).flatten(0, 1)  # [B·Hkv,S,G,Nc]
-        scores = _selection.importance(grouped, config.slc_blocks(offset + q.shape[1]), config)
-        chosen = _selection.choose(scores, _positions(q, offset), config)
+        scores = _common.importance(grouped, config.slc_blocks(offset + q.shape[1]), config)
+        chosen = _common.choose(scores, positions(q, offset), config)
     return chosen.unflatten(0, (q.shape[0], -1)).transpose(1, 2).contiguous()
 
 
@@ -53,30 +53,26 @@ def selected(
     chosen = blocks.new_zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool)
     chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)
     per_token = chosen[..., :count].repeat_interleave(config.slc_block, -1)[..., : k.shape[1]]  # [B,S,Hkv,T]
-    tokens, positions = _tokens_and_positions(q, k)
-    visible = per_token.transpose(1, 2) & (tokens <= positions)
+    tokens, rows = _tokens_and_rows(q, k)
+    visible = per_token.transpose(1, 2) & (tokens <= rows)
     return _attend(q, k, v, gate, visible.repeat_interleave(q.shape[2] // k.shape[2], 1), scale)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
     """Window branch under an [S,T] mask."""
     note("win", "naive")
-    tokens, positions = _tokens_and_positions(q, k)
-    return _attend(q, k, v, gate, (tokens <= positions) & (tokens > positions - window), scale)
+    tokens, rows = _tokens_and_rows(q, k)
+    return _attend(q, k, v, gate, (tokens <= rows) & (tokens > rows - window), scale)
 
 
-def _positions(q: Tensor, offset: int) -> Tensor:
-    return torch.arange(q.shape[1], device=q.device) + offset
-
-
-def _tokens_and_positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = torch.arange(k.shape[1], device=q.device)
-    return tokens, _positions(q, k.shape[1] - q.shape[1]).unsqueeze(-1)
+def _tokens_and_rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of k [T] and of q [S,1]."""
+    return torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1]).unsqueeze(-1)
 
 
 def _visible_compressed(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int) -> Tensor:
     ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
-    return ends <= _positions(q, offset).unsqueeze(-1)
+    return ends <= positions(q, offset).unsqueeze(-1)
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
@@ -85,13 +81,10 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Softmax over the visible keys [B,Hq,S,T]; zeros in rows that see none."""
-    scores = q.transpose(1, 2) @ _expand(k, q.shape[2]).transpose(-1, -2) * scale
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    hidden = ~visible
-    return torch.softmax(wide.masked_fill(hidden, torch.finfo(wide.dtype).min), -1).masked_fill(hidden, 0)
+    scores, hidden = wide(q.transpose(1, 2) @ _expand(k, q.shape[2]).transpose(-1, -2) * scale), ~visible
+    return torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), -1).masked_fill(hidden, 0)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, visible: Tensor, scale: float) -> Tensor:
     p = _probabilities(q, k, visible, scale)
-    out = (p.to(v.dtype) @ _expand(v, q.shape[2])).transpose(1, 2)
-    return out if gate is None else (out * gate.unsqueeze(-1)).to(q.dtype)
+    return gated((p.to(v.dtype) @ _expand(v, q.shape[2])).transpose(1, 2), gate)

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import NSAConfig
 from ..routes import note
-from . import _selection
-from ._copies import copies
+from . import _common
+from ._common import copies, gated, positions, wide
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MOST_QUERIES = 65_535  # of a call: CUDA's limit for the second axis of a grid
@@ -36,7 +36,7 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; cmp_stride queries in a row see the same tokens and are attended at once."""
     note("cmp", "packed")
-    keys, values = (_wide(x).transpose(1, 2) for x in (k_cmp, v_cmp))  # sums of gradients over groups are wide, too
+    keys, values = (wide(x).transpose(1, 2) for x in (k_cmp, v_cmp))  # sums of gradients over groups are wide, too
     parts = []
     for start, stop, tokens in _runs(q.shape[1], config, offset):
         if tokens == 0:
@@ -46,21 +46,20 @@ def compressed(
         k, v = (x[:, :, :tokens].to(q.dtype) for x in (keys, values))
         out = scaled_dot_product_attention(rows.flatten(2, 3), k, v, scale=scale)
         parts.append(out.unflatten(2, rows.shape[2:4]).transpose(1, 2).flatten(2, 3))
-    return _gated(torch.cat(parts, 1), gate)
+    return gated(torch.cat(parts, 1), gate)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks, from scores in float32 (float64 for float64), of queries that see the same tokens at once."""
     note("select", "packed")
     with torch.no_grad():
-        keys, parts = _wide(k_cmp).permute(0, 2, 3, 1), []
+        keys, parts = wide(k_cmp).permute(0, 2, 3, 1), []
         for start, stop, tokens in _runs(q.shape[1], config, offset):
-            rows = _wide(q[:, start:stop]).unflatten(2, (k_cmp.shape[2], -1)).transpose(1, 2)  # [B,Hkv,C,G,D]
+            rows = wide(q[:, start:stop]).unflatten(2, (k_cmp.shape[2], -1)).transpose(1, 2)  # [B,Hkv,C,G,D]
             p = torch.softmax(rows.flatten(2, 3) @ keys[..., :tokens] * scale, -1)
             per_query = p.unflatten(2, rows.shape[2:4]).flatten(0, 1)
-            scores = _selection.importance(per_query, config.slc_blocks(offset + stop), config)
-            positions = torch.arange(offset + start, offset + stop, device=q.device)
-            parts.append(_selection.choose(scores, positions, config))
+            scores = _common.importance(per_query, config.slc_blocks(offset + stop), config)
+            parts.append(_common.choose(scores, positions(q[:, start:stop], offset + start), config))
         return torch.cat(parts, 1).unflatten(0, (q.shape[0], -1)).transpose(1, 2).contiguous()
 
 
@@ -70,7 +69,7 @@ def selected(
     """Selected branch; a group has the queries that see equally many tokens of their blocks."""
     note("slc", "packed")
     tokens = blocks.long().unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=q.device)
-    visible = (tokens >= 0) & (tokens <= _positions(q, k)[..., None, None, None])
+    visible = (tokens >= 0) & (tokens <= positions(q, k.shape[1] - q.shape[1])[..., None, None, None])
     return _attend(q, k, v, gate, tokens.flatten(3), visible.flatten(3), scale)
 
 
@@ -78,7 +77,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
     """Window branch; the queries with a full window are one group, each earlier position is one of its own."""
     note("win", "packed")
     before = torch.arange(min(window, k.shape[1]) - 1, -1, -1, device=q.device)
-    tokens = (_positions(q, k)[:, None] - before)[:, None].expand(q.shape[0], -1, k.shape[2], -1)
+    tokens = (positions(q, k.shape[1] - q.shape[1])[:, None] - before)[:, None].expand(q.shape[0], -1, k.shape[2], -1)
     return _attend(q, k, v, gate, tokens, tokens >= 0, scale)
 
 
@@ -107,7 +106,7 @@ def _attend(
     rows = copies(q.reshape(-1, group, q.shape[-1]).flatten(1), order).unflatten(1, (group, -1))
     out = torch.cat(_attended(rows, keys, values, counts, scale))
     back = copies(out.flatten(1), order.argsort())
-    return _gated(back.view(*q.shape[:-1], v.shape[-1]), gate)
+    return gated(back.view(*q.shape[:-1], v.shape[-1]), gate)
 
 
 @sdpa_kernel(_KERNELS)
@@ -124,15 +123,3 @@ def _attended(rows: Tensor, keys: Tensor, values: Tensor, counts: Tensor, scale:
         k, v = (x.unflatten(0, (len(q), -1)).unsqueeze(1) for x in pair)
         parts.append(scaled_dot_product_attention(q.unsqueeze(1), k, v, scale=scale).squeeze(1))
     return parts
-
-
-def _positions(q: Tensor, k: Tensor) -> Tensor:
-    return torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    return out if gate is None else (out * gate.unsqueeze(-1)).to(out.dtype)

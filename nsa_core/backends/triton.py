@@ -38,7 +38,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it computes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda":
         return triton_problem() or unsupported(capability_of(device))
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+    if device.type == "meta" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return triton_problem()
     return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
 

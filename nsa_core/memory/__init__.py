@@ -1,19 +1,29 @@
-"""Predicted memory of a configuration, before anything is allocated."""
+"""Predicted memory of a configuration, before anything is allocated.
+
+No account has to be kept in step with the code: the operator or model itself runs, with autograd, on meta tensors, and
+its allocations are counted.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from ..backends import triton
 from ..config import NSAConfig
 from ..errors import InputError
-from ..functional import BRANCHES
-from ..model import ModelConfig
-from .ledger import Ledger, Sizes
-from .model import Model
-from .operator import operator_of, unpredicted
+from ..functional import BRANCHES, dense_attention, nsa_attention
+from ..model import ModelConfig, NSATransformer
+from .allocations import Allocations, DeviceFunctions, Event, on_device, peak
+
+IMPLEMENTATIONS = ("chunked", "naive", "reference", "triton", "dense")
+_QUADRATIC = ("naive", "reference")
+_LONGEST = 1 << 19  # most tokens that are traced; a longer call only has more equal chunks
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,10 @@ class MemoryEstimate:
         optimizer: the optimizer's state.
         inputs: tensors that the caller holds: the operator's and the output's gradient, or tokens and targets.
         gradients: gradients of parameters, or of the operator's tensors.
-        activations: outputs, and tensors kept for the backward pass; among them the loss's gradients, which are made
-            with its value, until the backward pass scales them. Of a model those that its forward pass leaves.
-        workspace: temporary tensors within an operation; of a model all that its forward pass frees or, with
-            checkpointing, that the backward pass computes anew.
+        activations: what the forward pass leaves: outputs, and tensors kept for the backward pass; among them the
+            loss's gradients, which are made with its value, until the backward pass scales them.
+        workspace: temporary tensors: all that the forward pass frees or, with checkpointing, that the backward pass
+            computes anew.
     """
 
     parameters: int
@@ -50,7 +60,7 @@ class MemoryEstimate:
 
 def predicts(implementation: str) -> bool:
     """Whether the memory of `implementation` can be predicted here; "triton" needs Triton installed."""
-    return unpredicted(implementation) is None
+    return _unpredicted(implementation) is None
 
 
 def estimate_attention(
@@ -78,16 +88,9 @@ def estimate_attention(
     Raises:
         InputError: `predicts` is false for the implementation.
     """
-    sizes = Sizes(batch, seq_len, query_heads, kv_heads, head_dim, dtype, device)
-    gates = 0 if implementation == "dense" else sizes.gates
-    operator, ledger = operator_of(implementation, sizes, config, compresses=True), Ledger()
-    ledger.hold("activations", gates)
-    operator.forward(ledger, backward)
-    if backward:
-        operator.backward(ledger)
-        ledger.hold("gradients", gates)
-    inputs = sizes.q + 2 * sizes.kv + gates + (sizes.q if backward else 0)
-    return _estimate(ledger, inputs=inputs)
+    heads = query_heads, kv_heads, head_dim
+    trace = partial(_attention, config, implementation, heads, dtype, backward, device)
+    return _along_tokens(trace, implementation, batch, seq_len)
 
 
 def estimate_model(
@@ -120,19 +123,126 @@ def estimate_model(
     """
     if config.branches != BRANCHES:
         raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
-    sizes = Sizes(batch, seq_len, config.heads, config.kv_heads, config.head_dim, autocast or dtype, device)
-    model, ledger = Model(config, implementation, sizes, dtype.itemsize), Ledger()
-    parameters = model.parameters * dtype.itemsize
-    model.forward(ledger, backward)
-    if backward:
-        model.backward(ledger)
-    if optimizer is not None and device.type != "cuda":
-        largest = config.dim * max(config.vocab_size, config.ffn_dim, config.heads * config.head_dim)
-        ledger.touch(largest * dtype.itemsize)  # AdamW's denominator
-    state = 0 if optimizer is None else 2 * parameters
-    return _estimate(ledger, parameters=parameters, optimizer=state, inputs=2 * sizes.tokens * 8)
+    dense = implementation == "dense"
+    config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
+    trace = partial(_model, config, implementation, dtype, backward, optimizer is not None, device, autocast)
+    return _along_tokens(trace, implementation, batch, seq_len)
 
 
-def _estimate(ledger: Ledger, *, parameters: int = 0, optimizer: int = 0, inputs: int = 0) -> MemoryEstimate:
-    peak = ledger.peak
-    return MemoryEstimate(parameters, optimizer, inputs, peak["gradients"], peak["activations"], peak["workspace"])
+def _unpredicted(implementation: str) -> str | None:
+    """Reason why the memory of `implementation` cannot be predicted here, with the fix; None if it can."""
+    if implementation not in IMPLEMENTATIONS:
+        return f"use one of {', '.join(IMPLEMENTATIONS)}"
+    if implementation == "triton":
+        return triton.unavailable(torch.device("cuda"), torch.bfloat16)
+    return None
+
+
+def _along_tokens(
+    trace: Callable[[int, int], MemoryEstimate], implementation: str, batch: int, seq_len: int
+) -> MemoryEstimate:
+    """trace(batch, seq_len), or the continued line through two traces of fewer, or shorter, sequences."""
+    if (reason := _unpredicted(implementation)) is not None:
+        raise InputError("implementation", repr(implementation), reason)
+    tokens = batch * seq_len
+    if tokens <= _LONGEST or implementation in _QUADRATIC:
+        return trace(batch, seq_len)
+    shapes = [(most // min(seq_len, most), min(seq_len, most)) for most in (_LONGEST, _LONGEST // 2)]
+    longer, shorter = (rows * length for rows, length in shapes)
+    further = (tokens - longer) / (longer - shorter)
+    ends = zip(*(astuple(trace(*shape)) for shape in shapes), strict=True)
+    return MemoryEstimate(*(round(far + further * (far - near)) for far, near in ends))
+
+
+@lru_cache(maxsize=1024)
+def _attention(
+    config: NSAConfig, implementation: str, heads: tuple[int, int, int], dtype: torch.dtype, backward: bool,
+    device: torch.device, batch: int, seq_len: int,
+) -> MemoryEstimate:  # fmt: skip
+    query_heads, kv_heads, dim = heads
+
+    def leaf(count: int, width: int) -> Tensor:
+        return torch.empty(batch, seq_len, count, width, dtype=dtype, device="meta", requires_grad=backward)
+
+    q, k, v, gates = leaf(query_heads, dim), leaf(kv_heads, dim), leaf(kv_heads, dim), leaf(query_heads, 3)
+    inputs, log = [q, k, v] if implementation == "dense" else [q, k, v, gates], Allocations(device)
+    with on_device(device, implementation, backward), DeviceFunctions(device), log:
+        if implementation == "dense":
+            out = dense_attention(q, k, v)
+        else:
+            out = nsa_attention(q, k, v, torch.sigmoid(gates), config, backend=implementation)
+        kept = log.live()
+        gradients = torch.autograd.grad(out, inputs, q.detach()) if backward else ()
+    given = sum(x.nbytes for x in inputs) + (q.nbytes if backward else 0)  # with the output's gradient
+    return _estimate(log.parts(kept, gradients), inputs=given)
+
+
+@lru_cache(maxsize=1024)
+def _model(
+    config: ModelConfig, implementation: str, dtype: torch.dtype, backward: bool, optimizer: bool, device: torch.device,
+    autocast: torch.dtype | None, batch: int, seq_len: int,
+) -> MemoryEstimate:  # fmt: skip
+    """Trace of a model of two layers at most; the last one stands for all further ones."""
+    log, repeats = Allocations(device), max(1, config.layers - 1)
+    with torch.device("meta"):
+        model = NSATransformer(replace(config, layers=min(config.layers, 2))).to(dtype)
+        tokens = torch.empty(batch, seq_len, dtype=torch.int64)
+    functions = DeviceFunctions(device)
+    with on_device(device, implementation, backward), log:
+        marks: list[int] = []  # of events: each block's start, the last one's end, and the same of the backward
+        casts: list[int] = []
+
+        def mark(_: object, inputs: tuple[Tensor]) -> None:
+            marks.append(len(log.events))
+            casts.append(len(functions.casts))
+            if backward:
+                inputs[0].register_hook(lambda _: marks.append(len(log.events)))
+
+        modules = *model.blocks, model.norm
+        for module in modules:  # a mode around the backward would not be in force where checkpointed blocks run again
+            module.forward = _within(functions, module.forward)
+        hooks = [module.register_forward_pre_hook(mark) for module in modules]
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = model(tokens, tokens)
+        for hook in hooks:
+            hook.remove()
+        functions.keeps_casts = False
+        marks.append(len(log.events))
+        del functions.casts[casts[-2] : casts[-1]]
+        marks.append(len(log.events))
+        functions.casts.clear()
+        kept = log.live()
+        if backward:
+            loss.backward()
+    weights = list(model.parameters())
+    events, rest = log.parts(kept, [x.grad for x in weights if x.grad is not None]), len(hooks)
+    # Of the last block: its forward, its cast weights that autocast kept, its backward.
+    events = _repeated(events, [(marks[i], marks[i + 1]) for i in (rest - 2, rest, rest + 2)[: 2 + backward]], repeats)
+    if optimizer and device.type != "cuda":
+        largest = max(x.nbytes for x in weights)
+        events += [Event("workspace", largest), Event("workspace", -largest)]  # AdamW's denominator
+    of_last = sum(x.nbytes for x in model.blocks[-1].parameters())
+    parameters = sum(x.nbytes for x in weights) + (repeats - 1) * of_last
+    return _estimate(events, parameters, 2 * parameters if optimizer else 0, 2 * tokens.nbytes)
+
+
+def _within(mode: DeviceFunctions, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any) -> Tensor:
+        with mode:
+            return forward(*args)
+
+    return run
+
+
+def _repeated(events: list[Event], spans: Sequence[tuple[int, int]], times: int) -> list[Event]:
+    """Events, of which those within each span happen so many times."""
+    result, done = list[Event](), 0
+    for start, stop in spans:
+        result += [*events[done:start], *events[start:stop] * times]
+        done = stop
+    return [*result, *events[done:]]
+
+
+def _estimate(events: Sequence[Event], parameters: int = 0, optimizer: int = 0, inputs: int = 0) -> MemoryEstimate:
+    most = peak(events)
+    return MemoryEstimate(parameters, optimizer, inputs, most["gradients"], most["activations"], most["workspace"])

@@ -1,36 +1,52 @@
-"""Predicted memory against the allocator's own count: within 10 % at every length, for every benchmarked path."""
+"""Predicted memory against the CPU allocator's own count, for every benchmarked path; tests/gpu has a device's.
+
+No Triton kernel runs: allocations follow from shapes alone, so the kernels' host code runs here without launches.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
 from jobs.measure.memory import measure_peak
-from nsa_core import NSAConfig, dense_attention, nsa_attention
-from nsa_core.backends import chunks
+from nsa_core import NSAConfig, dense_attention, memory, nsa_attention
+from nsa_core.backends import chunks, triton_problem
 from nsa_core.errors import InputError
-from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
-from nsa_core.memory.operator import _trace
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
 
-CPU = torch.device("cpu")
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=64)
 MODEL = replace(PRESETS["tiny"], dim=128, heads=4, kv_heads=2, head_dim=32, ffn_dim=384, vocab_size=512, nsa=SMALL)
 PASSES = pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def peak_of_attention(implementation: str, batch: int, seq_len: int, heads: int, kv_heads: int, backward: bool) -> int:
+@pytest.fixture
+def host_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the kernels' host code on the CPU, without launches."""
+    from nsa_core.kernels.runtime import launch
+
+    monkeypatch.setattr("nsa_core.backends.triton.unavailable", lambda device, dtype: None)
+    with launch.omit():
+        yield
+
+
+def peak_of_attention(
+    implementation: str, batch: int, seq_len: int, heads: tuple[int, int], backward: bool, dtype: torch.dtype
+) -> int:
     def tensor(*tail: int) -> Tensor:
-        return torch.randn(batch, seq_len, *tail, requires_grad=backward)
+        return torch.randn(batch, seq_len, *tail, dtype=dtype, requires_grad=backward)
 
-    q, k, v, gates = tensor(heads, 32), tensor(kv_heads, 32), tensor(kv_heads, 32), tensor(heads, 3)
+    q, k, v, gates = tensor(heads[0], 32), tensor(heads[1], 32), tensor(heads[1], 32), tensor(heads[0], 3)
     inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
-    towards = torch.randn(batch, seq_len, heads, 32)
+    towards = torch.randn(batch, seq_len, heads[0], 32, dtype=dtype)
 
     def call() -> object:
         with torch.set_grad_enabled(backward):
@@ -43,172 +59,166 @@ def peak_of_attention(implementation: str, batch: int, seq_len: int, heads: int,
     return measure_peak(call, CPU, 0).extra
 
 
-def peak_of_model(config: ModelConfig, batch: int, seq_len: int, backward: bool) -> int:
+def estimate(
+    implementation: str, batch: int, seq_len: int, heads: tuple[int, int] = (4, 2), backward: bool = True,
+    dtype: torch.dtype = FP32, config: NSAConfig = SMALL, head_dim: int = 32, device: str = "cpu",
+) -> MemoryEstimate:  # fmt: skip
+    sizes = {"batch": batch, "seq_len": seq_len, "query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
+    kind = {"dtype": dtype, "backward": backward, "device": torch.device(device)}
+    return estimate_attention(config, implementation=implementation, **sizes, **kind)
+
+
+def check_attention(
+    implementation: str,
+    batch: int,
+    seq_len: int,
+    heads: tuple[int, int],
+    backward: bool,
+    dtype: torch.dtype,
+    rel: float,
+) -> None:
+    predicted = estimate(implementation, batch, seq_len, heads, backward, dtype).extra
+    seen = peak_of_attention(implementation, batch, seq_len, heads, backward, dtype)
+    assert predicted == pytest.approx(seen, rel=rel)
+
+
+@PASSES
+@pytest.mark.parametrize(
+    ("implementation", "batch", "seq_len", "heads"),
+    [
+        *(("chunked", 1, seq_len, (4, 2)) for seq_len in (50, 128, 800)),
+        *(("naive", 1, seq_len, (4, 2)) for seq_len in (64, 300)),
+        ("reference", 1, 200, (4, 2)),
+        *(("dense", 1, seq_len, (4, 2)) for seq_len in (64, 300, 2048)),
+        *((one, 2, 150, (6, 1)) for one in ("chunked", "naive", "dense")),
+        *((one, 2, 150, (4, 4)) for one in ("chunked", "dense")),
+    ],
+)
+def test_attention(implementation: str, batch: int, seq_len: int, heads: tuple[int, int], backward: bool) -> None:
+    check_attention(implementation, batch, seq_len, heads, backward, FP32, 0.1)
+
+
+@needs_triton
+@PASSES
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "heads", "dtype"),
+    [
+        (1, 7, (4, 2), FP32),  # no compressed token
+        (1, 64, (4, 2), FP32),  # every block is selected
+        (1, 600, (6, 1), FP32),
+        (2, 3000, (8, 2), BF16),  # slots of several chunks
+    ],
+)
+def test_attention_by_kernels(
+    batch: int, seq_len: int, heads: tuple[int, int], dtype: torch.dtype, backward: bool, host_code: None
+) -> None:
+    check_attention("triton", batch, seq_len, heads, backward, dtype, 0.01)
+
+
+def check_model(config: ModelConfig, implementation: str, batch: int, seq_len: int, backward: bool, autocast: bool):
+    dense = implementation == "dense"
+    config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
     model = NSATransformer(config)
-    tokens, parameters = torch.randint(config.vocab_size, (batch, seq_len)), list(model.parameters())
+    tokens = torch.randint(config.vocab_size, (batch, seq_len))
 
     def call() -> object:
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), torch.autocast("cpu", BF16) if autocast else nullcontext():
             loss = model(tokens, tokens)
-        return loss, torch.autograd.grad(loss, parameters) if backward else None
+        return loss, loss.backward() if backward else None
 
-    return measure_peak(call, CPU, 0).extra
-
-
-def estimate(
-    implementation: str, batch: int, seq_len: int, heads: int, kv_heads: int, backward: bool
-) -> MemoryEstimate:
-    return estimate_attention(
-        SMALL,
-        implementation=implementation,
-        batch=batch,
-        seq_len=seq_len,
-        query_heads=heads,
-        kv_heads=kv_heads,
-        head_dim=32,
-        dtype=torch.float32,
-        backward=backward,
-        device=CPU,
-    )
-
-
-def estimate_of(config: ModelConfig, implementation: str, batch: int, seq_len: int, backward: bool, **more: object):
-    common = {"dtype": torch.float32, "optimizer": None, "device": CPU} | more
-    return estimate_model(
-        config, implementation=implementation, batch=batch, seq_len=seq_len, backward=backward, **common
-    )
-
-
-@PASSES
-@pytest.mark.parametrize(
-    ("implementation", "seq_len"),
-    [
-        *(("chunked", seq_len) for seq_len in (50, 128, 300, 800)),
-        *(("naive", seq_len) for seq_len in (64, 128, 300, 512)),
-        *(("reference", seq_len) for seq_len in (128, 300)),
-        *(("dense", seq_len) for seq_len in (64, 300, 1024, 2048)),
-    ],
-)
-def test_attention(implementation: str, seq_len: int, backward: bool) -> None:
-    predicted = estimate(implementation, 1, seq_len, 4, 2, backward).extra
-    assert predicted == pytest.approx(peak_of_attention(implementation, 1, seq_len, 4, 2, backward), rel=0.1)
-
-
-@PASSES
-@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (6, 3)])
-@pytest.mark.parametrize("implementation", ["chunked", "naive", "dense"])
-def test_attention_of_other_groups_and_batches(implementation: str, heads: tuple[int, int], backward: bool) -> None:
-    predicted = estimate(implementation, 2, 150, *heads, backward).extra
-    assert predicted == pytest.approx(peak_of_attention(implementation, 2, 150, *heads, backward), rel=0.1)
-
-
-@PASSES
-@pytest.mark.parametrize(
-    ("implementation", "seq_len"),
-    [("chunked", 64), ("chunked", 500), ("naive", 64), ("naive", 300), ("dense", 64), ("dense", 800)],
-)
-def test_model(implementation: str, seq_len: int, backward: bool) -> None:
-    predicted = estimate_of(MODEL, implementation, 1, seq_len, backward).extra
-    assert predicted == pytest.approx(peak_of_model(_as(MODEL, implementation), 1, seq_len, backward), rel=0.1)
-
-
-@PASSES
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"checkpointing": True, "layers": 4},
-        {"tie_embeddings": False, "layers": 1},
-        {"vocab_size": 8192, "layers": 1},
-        {"nsa": replace(SMALL, compress="mlp")},
-        {"ffn_dim": 1024, "kv_heads": 1},
-    ],
-    ids=["checkpointing", "untied", "vocabulary", "learned", "wide"],
-)
-def test_model_of_other_shapes(changes: dict[str, object], backward: bool) -> None:
-    config = replace(MODEL, **changes)  # type: ignore[arg-type]
-    predicted = estimate_of(config, "chunked", 2, 120, backward).extra
-    assert predicted == pytest.approx(peak_of_model(_as(config, "chunked"), 2, 120, backward), rel=0.1)
-
-
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"checkpointing": True, "layers": 4}, {"vocab_size": 8192, "layers": 1}],
-    ids=["plain", "checkpointing", "vocabulary"],
-)
-def test_model_under_autocast(attention: str, changes: dict[str, object]) -> None:
-    config = replace(MODEL, attention=attention, **changes)  # type: ignore[arg-type]
-    implementation, seq_len = "dense" if attention == "dense" else "chunked", 300
-    model, tokens = NSATransformer(config), torch.randint(config.vocab_size, (2, seq_len))
-
-    def call() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens, tokens)
-        loss.backward()
-
-    predicted = estimate_of(config, implementation, 2, seq_len, True, autocast=torch.bfloat16)
+    settings = {"batch": batch, "seq_len": seq_len, "backward": backward, "autocast": BF16 if autocast else None}
+    common = {"dtype": FP32, "optimizer": None, "device": CPU}
+    predicted = estimate_model(config, implementation=implementation, **settings, **common)
     assert predicted.extra == pytest.approx(measure_peak(call, CPU, 0).extra, rel=0.1)
     assert predicted.parameters == sum(p.nbytes for p in model.parameters())
 
 
-def _as(config: ModelConfig, implementation: str) -> ModelConfig:
-    if implementation == "dense":
-        return replace(config, attention="dense")
-    return replace(config, backend=implementation)
+SHAPES = {
+    "plain": {},
+    "checkpointing": {"checkpointing": True, "layers": 4},
+    "untied": {"tie_embeddings": False, "layers": 1},
+    "vocabulary": {"vocab_size": 8192, "layers": 1},
+    "learned": {"nsa": replace(SMALL, compress="mlp")},
+    "wide": {"ffn_dim": 1024, "kv_heads": 1},
+}
 
 
-@pytest.mark.parametrize("compress", ["mean", "mlp"])
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_predicted_parameters_are_the_models(attention: str, tie: bool, compress: str) -> None:
-    config = replace(MODEL, tie_embeddings=tie, attention=attention, nsa=replace(SMALL, compress=compress))
-    model = NSATransformer(config)
-    implementation = "dense" if attention == "dense" else "chunked"
-    predicted = estimate_of(config, implementation, 1, 8, True, optimizer="adamw")
-    assert predicted.parameters == sum(p.nbytes for p in model.parameters())
-    assert predicted.optimizer == 2 * predicted.parameters
+@PASSES
+@pytest.mark.parametrize(
+    ("implementation", "seq_len"), [("chunked", 64), ("chunked", 500), ("naive", 300), ("dense", 64), ("dense", 800)]
+)
+def test_model(implementation: str, seq_len: int, backward: bool) -> None:
+    check_model(MODEL, implementation, 1, seq_len, backward, autocast=False)
 
 
-def test_unknown_implementation_is_named() -> None:
+@PASSES
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_model_of_other_shapes(changes: dict[str, object], backward: bool) -> None:
+    check_model(replace(MODEL, **changes), "chunked", 2, 120, backward, autocast=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "dense"])
+@pytest.mark.parametrize("shape", ["plain", "checkpointing", "vocabulary"])
+def test_model_under_autocast(implementation: str, shape: str) -> None:
+    check_model(replace(MODEL, **SHAPES[shape]), implementation, 2, 300, True, autocast=True)  # type: ignore[arg-type]
+
+
+@needs_triton
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("shape", ["plain", "checkpointing", "learned"])
+def test_model_by_kernels(shape: str, autocast: bool, host_code: None) -> None:
+    check_model(replace(MODEL, **SHAPES[shape]), "triton", 2, 600, True, autocast)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_a_training_step_has_the_optimizers_state(layers: int) -> None:
+    config = replace(MODEL, layers=layers, tie_embeddings=False)
+    settings = {"batch": 1, "seq_len": 8, "dtype": FP32, "backward": True, "optimizer": "adamw", "device": CPU}
+    predicted = estimate_model(config, implementation="chunked", **settings)
+    assert predicted.parameters == sum(p.nbytes for p in NSATransformer(config).parameters())
+    assert (predicted.optimizer, predicted.inputs) == (2 * predicted.parameters, 2 * 8 * 8)
+
+
+def test_what_is_not_predicted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"^implementation: 'fast': use one of"):
-        estimate("fast", 1, 64, 4, 2, False)
-
-
-def test_a_model_without_a_branch_is_not_predicted() -> None:
-    settings = {"implementation": "chunked", "batch": 1, "seq_len": 64, "dtype": torch.float32, "backward": True}
+        estimate("fast", 1, 64)
+    settings = {"implementation": "chunked", "batch": 1, "seq_len": 64, "dtype": FP32, "backward": True}
     with pytest.raises(InputError, match=r"^branches: \('win',\): use all three"):
         estimate_model(replace(MODEL, branches=("win",)), optimizer=None, device=CPU, **settings)
+    assert predicts("chunked")
+    monkeypatch.setattr("nsa_core.backends._toolchain.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa_core.backends.triton.triton_problem", triton_problem.__wrapped__)  # as if never asked
+    assert not predicts("triton")
+    with pytest.raises(InputError, match=r"^implementation: 'triton': it needs Triton: pip install"):
+        estimate("triton", 1, 64)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_last_three_pieces_decide_the_peak(device: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_three_pieces_decide_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_ranges(first: int, last: int, step: int, _: torch.device) -> Iterator[tuple[int, int]]:
         return ((start, min(start + step, last)) for start in range(first, last, step))
 
     def estimates() -> list[MemoryEstimate]:
-        common = {"query_heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
-        _trace.cache_clear()
-        return [
-            estimate_attention(
-                NSAConfig(),
-                implementation="chunked",
-                batch=batch,
-                seq_len=seq_len,
-                backward=backward,
-                device=torch.device(device),
-                **common,
-            )
-            for seq_len in (31, 700, 1025, 3000)
-            for backward in (False, True)
-        ]
+        memory._attention.cache_clear()
+        given = {"heads": (6, 2), "head_dim": 64, "dtype": BF16, "config": NSAConfig(), "device": device}
+        shapes = [(1, 31, False), (3, 700, True), (1, 3000, False), (1, 3000, True)]
+        return [estimate("chunked", batch, length, backward=backward, **given) for batch, length, backward in shapes]
 
     short = estimates()
     monkeypatch.setattr(chunks, "_ranges", all_ranges)
     assert short == estimates()
 
 
-def test_very_long_sequences_are_predicted_within_a_second() -> None:
-    start = time.perf_counter()
-    assert estimate("chunked", 1, 2**27, 12, 2, True).extra > 2**30
-    assert time.perf_counter() - start < 1
+@needs_triton
+def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [estimate("triton", batch, 2**17) for batch in (1, 3)]
+    monkeypatch.setattr(memory, "_LONGEST", 2**16)  # half of it is beyond the least of any buffer
+    for batch, traced in zip((1, 3), whole, strict=True):
+        assert estimate("triton", batch, 2**17).extra == pytest.approx(traced.extra, rel=0.02)
+
+
+@needs_triton
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 2**27), (2**20, 2**27), (2**20, 1)])
+def test_the_longest_sequences_are_predicted_from_shorter_ones(batch: int, seq_len: int) -> None:
+    for implementation in ("chunked", "triton"):
+        assert estimate(implementation, batch, seq_len, (12, 2), config=NSAConfig()).extra > 2**30

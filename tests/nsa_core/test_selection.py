@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa_core import NSAConfig, nsa_attention, select_blocks
-from nsa_core.backends import _selection, packed
+from nsa_core.backends import _common, packed
 
 
 def by_the_letter(scores, t, config):
@@ -34,7 +34,7 @@ def test_choice_follows_the_definition(blocks, init, local, free, levels, seed, 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(levels, (2, 5, blocks), generator=generator).to(dtype) / 3  # few levels: many ties
     positions = torch.randint(blocks * config.slc_block, (5,), generator=generator).sort().values
-    chosen = _selection.choose(scores, positions, config)
+    chosen = _common.choose(scores, positions, config)
     assert chosen.dtype == torch.int32
     for head in range(2):
         for row, t in enumerate(positions.tolist()):
@@ -53,7 +53,7 @@ def test_importance_weighs_tokens_by_their_overlap(sizes):
     p = torch.rand(2, 3, 4, tokens, dtype=torch.float64)
     weights = torch.tensor([[overlap(i, j, config) / sizes[1] for j in range(blocks)] for i in range(tokens)])
     expected = torch.einsum("xcgi,ij->xcj", p, weights.double())
-    torch.testing.assert_close(_selection.importance(p, blocks, config), expected)
+    torch.testing.assert_close(_common.importance(p, blocks, config), expected)
 
 
 @pytest.mark.usefixtures("many_chunks")

@@ -108,7 +108,7 @@ def is_watched() -> bool:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile, *, stage: str
 ) -> None:
-    """Run `kernel`, or hand the launch to the recorder. An empty grid runs nothing.
+    """Run `kernel`, or hand the launch to the recorder. An empty grid runs nothing, nor do meta tensors.
 
     Args:
         kernel, grid, constants, tile, stage: as in `Launch`.
@@ -117,10 +117,15 @@ def launch(
     if 0 in grid:
         return
     asked, recorder = Launch(kernel, grid, arguments, constants, tile, stage), _recorder.get()
-    if recorder is None:
-        start(asked)
-    else:
+    if recorder is not None:
         recorder(asked)
+    elif not _first(asked).is_meta:
+        start(asked)
+
+
+def _first(asked: Launch) -> Tensor:
+    x = next(iter(asked.arguments.values()))
+    return x.x if isinstance(x, Tiled) else x
 
 
 def start(asked: Launch) -> Compiled | None:
@@ -140,8 +145,7 @@ def _start(asked: Launch) -> Compiled | None:
     a kept entry keeps its kernel alive.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
-    first = next(iter(arguments.values()))
-    device = (first.x if isinstance(first, Tiled) else first).get_device()
+    device = _first(asked).get_device()
     if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
         with torch.cuda.device(device):
             return _start(asked)
@@ -172,8 +176,11 @@ def _start(asked: Launch) -> Compiled | None:
     try:
         compiled = kernel[asked.grid](**described, **constants, **tile.options)
     except Exception as err:
-        if (reason := _exceeded(err)) is None:
+        from triton import OutOfResources  # here, for this module is also imported without Triton
+
+        if not isinstance(err, OutOfResources):
             raise
+        reason = f"takes more {err.name} than this GPU has ({err.required}, at most {err.limit})"
         raise BackendError("backend", "'triton'", f'{kernel.__name__} {reason}; use backend="chunked"') from err
     if compiled is None:  # the interpreter
         return None
@@ -191,28 +198,19 @@ def compile_only(asked: Launch, device: torch.device) -> None:
     """Compile a launch's kernel for a GPU, as `start` would; the launch's tensors may be without memory."""
     kernel, arguments = asked.kernel, asked.arguments
     _generalize(kernel, arguments)
-    kinds = {name: _kind(x) for name, x in (arguments | asked.constants).items()}
+    given = arguments | asked.constants
+    kinds = [
+        x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
+        for x in map(given.get, kernel.arg_names)
+    ]
     with torch.cuda.device(device):
-        kernel.warmup(*(kinds[name] for name in kernel.arg_names), grid=(1,), **asked.tile.options)
-
-
-def _kind(x: Any) -> Any:
-    return x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
+        kernel.warmup(*kinds, grid=(1,), **asked.tile.options)
 
 
 def _generalize(kernel: Any, arguments: Mapping[str, Any]) -> None:
     """Keep Triton from compiling again for whole numbers that are 1 or multiples of 16."""
     for param in getattr(kernel, "params", ()):  # the interpreter's functions have none
         param.do_not_specialize |= isinstance(arguments.get(param.name), int)
-
-
-def _exceeded(err: Exception) -> str | None:
-    """The resource that a kernel exceeds, in words; None if the error is another one."""
-    from triton import OutOfResources  # here, for this module is also imported without Triton
-
-    if not isinstance(err, OutOfResources):
-        return None
-    return f"takes more {err.name} than this GPU has ({err.required}, at most {err.limit})"
 
 
 @dataclass(frozen=True, slots=True)

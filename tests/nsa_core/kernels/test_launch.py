@@ -59,6 +59,8 @@ class Compiled:
 class OfDevice:
     """Stand-in for a tensor on a GPU."""
 
+    is_meta = False
+
     def __init__(self, index: int) -> None:
         self.index = index
 

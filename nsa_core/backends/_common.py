@@ -1,13 +1,16 @@
-"""Selected blocks from compressed probabilities, for backends that hold a chunk of queries at a time.
+"""What backends in plain PyTorch share: the selection of blocks, copies of keys, gates, positions.
 
-Sums run in a fixed order, head after head and token after token, so that equal importance gives equal bits; ties go to
-the lower index. So the selection does not depend on the chunking, the device or the backend.
+The selection's sums run in a fixed order, head after head and token after token, so that equal importance gives equal
+bits; ties go to the lower index. So it does not depend on the chunking, the device or the backend.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
@@ -77,3 +80,46 @@ def _top_sorted(ranked: Tensor, count: int) -> Tensor:
     """Indices as `_top_keyed`, for float64, whose bits leave no room for an index."""
     values, order = ranked.sort(dim=-1, descending=True, stable=True)
     return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)
+
+
+def copies(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows `rows` [N] of x [M,D], as often as they are named: [N,D]."""
+    out = _Copies.apply(x, rows)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _Copies(torch.autograd.Function):
+    """index_select, whose own backward would sum in half precision, and on CUDA by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows,) = ctx.saved_tensors
+        sums = wide(dout)
+        total = sums.new_zeros(ctx.count, dout.shape[1])
+        if total.is_cuda:
+            total.index_put_((rows,), sums, accumulate=True)  # sorts first; index_add_ would use atomics
+        else:
+            total.index_add_(0, rows, sums)
+        return total.to(dout.dtype), None
+
+
+def positions(q: Tensor, offset: int) -> Tensor:
+    """Positions [S] of the rows of q [B,S,..]."""
+    return torch.arange(q.shape[1], device=q.device) + offset
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    return out if gate is None else (out * gate.unsqueeze(-1)).to(out.dtype)

@@ -1,0 +1,184 @@
+"""Allocations of a call on meta tensors, which have shapes but no memory: the operator or model itself runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..backends.chunks import assume
+
+Part = Literal["gradients", "activations", "workspace"]
+
+
+class Event(NamedTuple):
+    """Bytes allocated; negative: freed."""
+
+    part: Part
+    size: int
+
+
+_CUDA_GRANULE = 512  # PyTorch's caching allocator rounds up to multiples of so many bytes
+
+
+class Allocations(TorchDispatchMode):
+    """Storages made within the context, and their ends: a storage lives until nothing refers to it.
+
+    Tensors saved by autograd count, because they refer to storages. An operation's own temporary memory does not.
+
+    Attributes:
+        events: (number of the storage, bytes), in order; negative bytes where it is freed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {storage._cdata for storage in _storages((*args, *kwargs.values()))}  # as of views and results in place
+        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
+            if storage._cdata not in given and storage._cdata not in self._live:
+                number, size = len(self.events), -(-storage.nbytes() // self._granule) * self._granule
+                self.events.append((number, size))
+                free = partial(self._free, storage._cdata, number, size)
+                self._live[storage._cdata] = number, weakref.ref(storage, free)
+        return result
+
+    def _free(self, key: int, number: int, size: int, _: object) -> None:
+        del self._live[key]
+        self.events.append((number, -size))
+
+    def live(self) -> set[int]:
+        """Numbers of the storages that live now."""
+        return {number for number, _ in self._live.values()}
+
+    def parts(self, kept: set[int], gradients: Iterable[Tensor]) -> list[Event]:
+        """The events, each with its part: activations are what is `kept` after the forward."""
+        numbers = {self._live[x.untyped_storage()._cdata][0] for x in gradients}
+        return [
+            Event("gradients" if number in numbers else "activations" if number in kept else "workspace", size)
+            for number, size in self.events
+        ]
+
+
+def peak(events: Sequence[Event]) -> Counter[Part]:
+    """Bytes live at the peak."""
+    live = [0, *accumulate(event.size for event in events)]
+    parts: Counter[Part] = Counter()
+    for part, size in events[: live.index(max(live))]:
+        parts[part] += size
+    return parts
+
+
+def _storages(values: Iterable[object]) -> list[Any]:
+    tensors = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
+    return [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+
+
+@contextmanager
+def on_device(device: torch.device, implementation: str, grad: bool) -> Iterator[None]:
+    """Within the block, meta tensors take the ways that tensors on `device` would."""
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), assume(device.type), ExitStack() as stack:
+        if implementation == "triton":
+            from ..kernels.runtime import tiles  # needs Triton
+
+            stack.enter_context(tiles.assume(tiles.capability(device)))
+        yield
+
+
+class DeviceFunctions(TorchFunctionMode):
+    """PyTorch's functions with the memory that they take on a device, where that is not what they take on meta.
+
+    Autocast has no part in meta tensors: the CPU's stands for any device's. RMSNorm is fused on a GPU. Fused attention
+    allocates where nobody sees it.
+
+    Attributes:
+        casts: weights cast by autocast, which keeps them until its end.
+        keeps_casts: whether it does; a block that is computed anew has an autocast of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.casts: list[Tensor] = []
+        self.keeps_casts = True
+        self._on_cpu = device.type == "cpu"
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if func is linear and torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            cast = [None if x is None else x.to(dtype) for x in args]
+            if self.keeps_casts:
+                self.casts += [y for x, y in zip(args[1:], cast[1:], strict=True) if y is not None and x.is_leaf]
+            return func(*cast)
+        if func is rms_norm and not self._on_cpu:
+            return _FusedNorm.apply(args[0], kwargs["weight"])
+        if func is torch._fused_sdp_choice:  # pyright: ignore[reportPrivateImportUsage]
+            return SDPBackend.FLASH_ATTENTION.value
+        if func is scaled_dot_product_attention:
+            return _FlashAttention.apply(*args, self._on_cpu)
+        return func(*args, **kwargs)
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """The flash kernels of scaled_dot_product_attention, for q [B,Hq,S,D] and k, v [B,Hkv,S,D]: only lse is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, on_cpu: bool) -> Tensor:
+        out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
+        ctx.on_cpu = on_cpu
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        if on_cpu:
+            rows, keys = _cpu_tile(q.shape[2])
+            q.new_empty(torch.get_num_threads(), rows, keys + 2 + q.shape[3], dtype=torch.float32)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, _, lse = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        if ctx.on_cpu:
+            work = [q.new_empty(torch.get_num_threads(), 2, *_cpu_tile(q.shape[2]), dtype=torch.float32)]
+        else:  # dq is summed in float32, and dk, dv for every query head before they are for the group
+            work = [torch.empty_like(q, dtype=torch.float32), torch.empty_like(lse)]
+            work += [torch.empty_like(q) for _ in range(2 * (q.shape[1] != k.shape[1]))]
+        del work
+        return dq, dk, dv, None
+
+
+def _cpu_tile(length: int) -> tuple[int, int]:
+    """Rows and keys of a thread's tile in PyTorch's FlashAttentionKernel.cpp."""
+    return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, length)
