@@ -54,8 +54,7 @@ class Operands:
         """Raise InputError for the first tensor whose shape, dtype or device does not fit."""
         check_sequence("q", self.q, packed)
         for key, value in zip(self.keys, self.values, strict=True):
-            _check_pair(self.q, ("k", key), ("v", value))
-            _check_lengths(self.q, key, self.keys[0], packed)
+            _check_pair(self.q, key, value, self.keys[0], packed)
             if value.shape[-1] != self.values[0].shape[-1]:
                 raise InputError("v", _text(value), f"give one head dim for every branch: {_text(self.values[0])}")
         gates, wanted = self.gates, [*self.q.shape[:-1], 3]
@@ -64,16 +63,25 @@ class Operands:
         ):
             raise InputError("gates", _text(gates), f"give {wanted}, floating point, on {self.q.device}")
         for name, x, source in (("k_cmp", self.k_cmp, self.keys[0]), ("v_cmp", self.v_cmp, self.values[0])):
-            if x is not None:
-                _check_like(name, x, source)
-                if not packed:
-                    check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
+            if x is None:
+                continue
+            if x.dim() != source.dim() or (*x.shape[:-3], *x.shape[-2:]) != (*source.shape[:-3], *source.shape[-2:]):
+                fix = f"give the axes, batch, heads and head dim of what it compresses: {_text(source)}"
+                raise InputError(name, _text(x), fix)
+            if x.dtype != source.dtype or x.device != source.device:
+                raise InputError(name, _text(x), f"convert to the dtype and device of the others: {_text(source)}")
+            if not packed:
+                check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
+
+    def each(self, change: Callable[[Tensor], Tensor], compressed: Callable[[Tensor], Tensor]) -> Operands:
+        """These tensors changed, k_cmp and v_cmp by `compressed`; shared ones stay shared."""
+        keys, values = each_once(change, self.keys), each_once(change, self.values)
+        k_cmp, v_cmp = (None if x is None else compressed(x) for x in (self.k_cmp, self.v_cmp))
+        return Operands(change(self.q), keys, values, k_cmp, v_cmp, None if self.gates is None else change(self.gates))
 
     def joined(self) -> Operands:
         """Packed operands with a batch axis of one."""
-        keys, values = (each_once(lambda x: x[None], three) for three in (self.keys, self.values))
-        k_cmp, v_cmp, gates = (None if x is None else x[None] for x in (self.k_cmp, self.v_cmp, self.gates))
-        return Operands(self.q[None], keys, values, k_cmp, v_cmp, gates)
+        return self.each(lambda x: x[None], lambda x: x[None])
 
     def nothing(self) -> Tensor:
         """Attention of no query, as q [..,0,..] with the head dim of v: without elements; its gradients are zeros."""
@@ -90,17 +98,10 @@ class Operands:
                 check_tokens(name, x, sum(tokens))
         first = 0
         for (start, end), count in zip(spans, tokens, strict=True):
-            if start == end:
-                continue
-            yield Operands(
-                q=self.q[None, start:end],
-                keys=each_once(lambda x, start=start, end=end: x[None, start:end], self.keys),
-                values=each_once(lambda x, start=start, end=end: x[None, start:end], self.values),
-                k_cmp=None if self.k_cmp is None else self.k_cmp[None, first : first + count],
-                v_cmp=None if self.v_cmp is None else self.v_cmp[None, first : first + count],
-                gates=None if self.gates is None else self.gates[None, start:end],
-            )
-            first += count
+            if start < end:
+                tokens, last = slice(start, end), first + count
+                yield self.each(lambda x, at=tokens: x[None, at], lambda x, at=slice(first, last): x[None, at])
+                first = last
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -201,37 +202,24 @@ def _text(x: Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def _check_pair(q: Tensor, named_key: tuple[str, Tensor], named_value: tuple[str, Tensor]) -> None:
-    (key_name, k), (value_name, v) = named_key, named_value
-    for name, x in (named_key, named_value):
+def _check_pair(q: Tensor, k: Tensor, v: Tensor, first: Tensor, packed: bool) -> None:
+    """Raise InputError unless k and v fit q and `first`, the keys of the first branch."""
+    for name, x in (("k", k), ("v", v)):
         if x.dim() != q.dim() or x.shape[:-3] != q.shape[:-3] or 0 in x.shape[-2:]:
             raise InputError(name, _text(x), f"give the axes and the batch of q: {_text(q)}")
         if x.dtype != q.dtype or x.device != q.device:
             raise InputError(name, _text(x), f"convert to q's dtype and device: {_text(q)}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise InputError(value_name, _text(v), f"give as many tokens and heads as {key_name}: {_text(k)}")
+        raise InputError("v", _text(v), f"give as many tokens and heads as k: {_text(k)}")
     if k.shape[-1] != q.shape[-1]:
-        raise InputError(key_name, _text(k), f"give the head dim of q: {q.shape[-1]}")
+        raise InputError("k", _text(k), f"give the head dim of q: {q.shape[-1]}")
     if q.shape[-2] % k.shape[-2]:
-        raise InputError(key_name, _text(k), f"give a number of kv heads that divides the {q.shape[-2]} query heads")
-
-
-def _check_lengths(q: Tensor, k: Tensor, first: Tensor, packed: bool) -> None:
+        raise InputError("k", _text(k), f"give a number of kv heads that divides the {q.shape[-2]} query heads")
     rows, tokens = q.shape[-3], k.shape[-3]
     if tokens < rows or (packed and tokens != rows):
         raise InputError("k", _text(k), f"give {'exactly' if packed else 'at least'} the {rows} tokens of q")
     if k.shape[:-1] != first.shape[:-1]:
         raise InputError("k", _text(k), f"give as many tokens and heads for every branch: {_text(first)}")
-
-
-def _check_like(name: str, x: Tensor, source: Tensor) -> None:
-    wanted = (*source.shape[:-3], *source.shape[-2:])
-    if x.dim() != source.dim() or (*x.shape[:-3], *x.shape[-2:]) != wanted:
-        raise InputError(
-            name, _text(x), f"give the axes, batch, heads and head dim of what it compresses: {_text(source)}"
-        )
-    if x.dtype != source.dtype or x.device != source.device:
-        raise InputError(name, _text(x), f"convert to the dtype and device of the others: {_text(source)}")
 
 
 def check_tokens(name: str, x: Tensor, tokens: int) -> None:

@@ -77,23 +77,23 @@ def nsa_attention(
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
     operands.check(config, cu_seqlens is not None)
-    _check_max_seqlen(max_seqlen, cu_seqlens)
     steps = ("select", *computed) if "slc" in computed else computed
     backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
     factor = _scale(scale, q)
-    if _is_empty(q, cu_seqlens):
+    if _is_empty(q, cu_seqlens, max_seqlen):
         return operands.nothing()
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _attend(operands, config, factor, computed, backends)
-        if _takes_packed(backends):
-            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
-            return _attend_at_once(operands.joined(), config, factor, computed, triton, places)[0]
-        if max_seqlen is not None:
-            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+        at_once = all(each is triton for each in backends.values())  # which takes packed sequences as they are
+        if not at_once and max_seqlen is None:
+            sequences = operands.sequences(cu_seqlens, config)
+            return torch.cat([_attend(one, config, factor, computed, backends)[0] for one in sequences])
+        places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+        if not at_once:
             return places.packed(_attend(places.batch(operands, config), config, factor, computed, backends))
-        sequences = operands.sequences(cu_seqlens, config)
-        return torch.cat([_attend(one, config, factor, computed, backends)[0] for one in sequences])
+        places.check_compressed(config, operands.k_cmp, operands.v_cmp)
+        return _attend_at_once(operands.joined(), config, factor, computed, triton, places)[0]
 
 
 def select_blocks(
@@ -129,25 +129,23 @@ def select_blocks(
     _inputs.check_types(config, q=q, k=k, optional={"k_cmp": k_cmp})
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
-    _check_max_seqlen(max_seqlen, cu_seqlens)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
     factor = _scale(scale, q)
-    if _is_empty(q, cu_seqlens):
+    if _is_empty(q, cu_seqlens, max_seqlen):
         return q.new_empty(*q.shape[:-2], k.shape[-2], config.slc_count, dtype=torch.int32)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
-        if chosen is triton:
-            places, one = packing(cu_seqlens, max_seqlen, len(q), q.device), operands.joined()
-            if k_cmp is not None:
-                places.check_compressed(config, "k_cmp", k_cmp)
-            _check_compression(one, config, "slc")
-            return triton.select_packed(one.q, one.keys[0], one.k_cmp, config, factor, places.bounds, places.longest)[0]
-        if max_seqlen is not None:
-            places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+        if chosen is not triton and max_seqlen is None:
+            sequences = operands.sequences(cu_seqlens, config)
+            return torch.cat([_select(one, config, factor, chosen)[0] for one in sequences])
+        places = packing(cu_seqlens, max_seqlen, len(q), q.device)
+        if chosen is not triton:
             return places.packed(_select(places.batch(operands, config), config, factor, chosen))
-        sequences = operands.sequences(cu_seqlens, config)
-        return torch.cat([_select(one, config, factor, chosen)[0] for one in sequences])
+        places.check_compressed(config, operands.k_cmp, None)
+        one = operands.joined()
+        _check_compression(one, config, "slc")
+        return triton.select_packed(one.q, one.keys[0], one.k_cmp, config, factor, places.bounds, places.longest)[0]
 
 
 def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -220,8 +218,10 @@ def dense_attention(
         return dense.packed(queries, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
 
 
-def _is_empty(x: Tensor, cu_seqlens: Tensor | None) -> bool:
+def _is_empty(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> bool:
     """Whether x has no token, as on a rank that got none, after a check of its bounds if it is packed."""
+    if max_seqlen is not None and cu_seqlens is None:
+        raise InputError("max_seqlen", max_seqlen, "give it with cu_seqlens, or leave it out: nothing is packed")
     if x.numel() == 0 and cu_seqlens is not None:
         checked_bounds(cu_seqlens, len(x), x.device)
     return x.numel() == 0
@@ -261,29 +261,19 @@ def _is_fused(backend: Backend) -> TypeGuard[FusedBackend]:
     return hasattr(backend, "attend")
 
 
-def _takes_packed(backends: Mapping[Branch, Backend]) -> bool:
-    """Whether one backend computes all, which takes packed sequences as they are."""
-    return all(backend is triton for backend in backends.values())
-
-
 def _attend_at_once(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend,
     places: Packing | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated sum of `branches`; of packed sequences [1,total,..] with their `places`, which only triton takes."""
     assert operands.gates is not None
-    pairs: dict[Branch, tuple[Tensor, Tensor]] = dict(
-        zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True)
-    )
+    pairs = dict(zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True))
     gates = operands.gates
     if len(branches) < len(BRANCHES):
         gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
     compressed = operands.k_cmp, operands.v_cmp
     _check_compression(operands, config, *branches)
     if places is not None:
-        for name, x in zip(("k_cmp", "v_cmp"), compressed, strict=True):
-            if x is not None:
-                places.check_compressed(config, name, x[0])
         bounds = places.bounds, places.longest
         with profiled(branches):
             return triton.attend_packed(operands.q, pairs, compressed, gates, config, branches, scale, *bounds)
@@ -298,12 +288,7 @@ def _check_compression(operands: Operands, config: NSAConfig, *branches: Branch)
 
 
 def _branch(
-    branch: Branch,
-    operands: Operands,
-    gate: Tensor,
-    config: NSAConfig,
-    scale: float,
-    backends: dict[Branch, Backend],
+    branch: Branch, operands: Operands, gate: Tensor, config: NSAConfig, scale: float, backends: dict[Branch, Backend]
 ) -> Tensor:
     q, keys, values = operands.q, operands.keys, operands.values
     with profiled((branch,)):
@@ -339,20 +324,10 @@ def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
 
 def ordered_branches(branches: Sequence[str]) -> tuple[Branch, ...]:
     """The named branches in the order of BRANCHES. Raises InputError for none, an unknown or a repeated name."""
-    names = (branches,) if isinstance(branches, str) else tuple(branches) if isinstance(branches, Iterable) else ()
-    if (
-        not names
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) < len(names)
-        or not set(names) <= set(BRANCHES)
-    ):
+    names = [branches] if isinstance(branches, str) else list(branches) if isinstance(branches, Iterable) else []
+    if not names or any(name not in BRANCHES or names.count(name) > 1 for name in names):
         raise InputError("branches", repr(branches), f"name each at most once, at least one, of {', '.join(BRANCHES)}")
     return tuple(branch for branch in BRANCHES if branch in names)
-
-
-def _check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor | None) -> None:
-    if max_seqlen is not None and cu_seqlens is None:
-        raise InputError("max_seqlen", max_seqlen, "give it with cu_seqlens, or leave it out: nothing is packed")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

@@ -122,7 +122,7 @@ class NativeSparseAttention(nn.Module):
             cache.check(*x.shape[:2])
             if cache.length > 0:
                 return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
-        q, k, v, gates = self._project(x, 0)
+        q, k, v, gates = self._project(x)
         k_cmp, v_cmp = self._compressed(k[0], v[0])
         sides = q, k, v, gates, self.config
         out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend, branches=self.branches)
@@ -133,12 +133,12 @@ class NativeSparseAttention(nn.Module):
             cache.add_compressed(k_cmp, v_cmp)
         return self.out_proj(out.flatten(2))
 
-    def _project(self, x: Tensor, position: int) -> tuple[Tensor, Triple, Triple, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Triple, Triple, Tensor]:
         """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3].
 
         In the place of a branch that is not computed is another one's, which nothing reads there.
         """
-        cos, sin = self._angles(torch.arange(position, position + x.shape[1], device=x.device), x.dtype)
+        cos, sin = angles(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rope_theta, x.dtype)
         if in_compiled_training(x) and self.branches == BRANCHES:
             from .kernels.training.heads import split_heads  # needs Triton
 
@@ -163,9 +163,6 @@ class NativeSparseAttention(nn.Module):
     def _projections(self) -> tuple[nn.Linear, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.gate_proj
 
-    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return angles(positions, self.head_dim, self.rope_theta, dtype)
-
     def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Compressed keys and values of the sequence, where the branches need them; the selection needs no value."""
         if "cmp" in self.branches:
@@ -187,7 +184,7 @@ class NativeSparseAttention(nn.Module):
     def _rotated(self, k_cmp: Tensor, position: Tensor | int) -> Tensor:
         """Compressed keys, each rotated to the position of its block's first token."""
         starts = torch.arange(k_cmp.shape[1], device=k_cmp.device) * self.config.cmp_stride + position
-        return rotate(k_cmp, *self._angles(starts, k_cmp.dtype))
+        return rotate(k_cmp, *angles(starts, self.head_dim, self.rope_theta, k_cmp.dtype))
 
     def _check_decodes(self) -> None:
         if self.branches != BRANCHES:
@@ -221,28 +218,21 @@ class DenseAttention(nn.Module):
         if cache is not None:
             cache.check(*x.shape[:2])
             if cache.length > 0:
-                return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
-        q, k, v = self._project(x, 0)
+                steps = (dense_step(*self._heads_of(token), cache, theta=self.rope_theta) for token in x.split(1, 1))
+                return torch.cat([self.out_proj(out.flatten(2)) for out in steps], 1)
+        q, k, v = self._heads_of(x)
+        cos, sin = angles(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rope_theta, q.dtype)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = dense_attention(q, k, v)
         if cache is not None:
             cache.take(k, v)
         return self.out_proj(out.flatten(2))
-
-    def _project(self, x: Tensor, position: int) -> Triple:
-        """Rotated q and k, and v, each [B,S,heads,D]."""
-        q, k, v = self._heads_of(x)
-        positions = torch.arange(position, position + x.shape[1], device=x.device)
-        cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _heads_of(self, x: Tensor) -> Triple:
         """Unrotated q and k, and v, each [B,S,heads,D]."""
         heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)
         return q, k, v
-
-    def _step(self, x: Tensor, cache: DenseCache) -> Tensor:
-        return self.out_proj(dense_step(*self._heads_of(x), cache, theta=self.rope_theta).flatten(2))
 
 
 def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, ...]:

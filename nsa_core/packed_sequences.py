@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._inputs import Operands, bounds_fix, check_tokens, each_once, sequence_spans
+from ._inputs import Operands, bounds_fix, check_tokens, sequence_spans
 from .config import NSAConfig
 from .errors import InputError
 
@@ -37,14 +37,8 @@ class Packing:
 
     def batch(self, operands: Operands, config: NSAConfig) -> Operands:
         """Packed operands [total,..] as a batch [sequences,longest,..]; k_cmp and v_cmp likewise."""
-        return Operands(
-            q=self._padded(operands.q),
-            keys=each_once(self._padded, operands.keys),
-            values=each_once(self._padded, operands.values),
-            k_cmp=None if operands.k_cmp is None else self._compressed(config, "k_cmp", operands.k_cmp),
-            v_cmp=None if operands.v_cmp is None else self._compressed(config, "v_cmp", operands.v_cmp),
-            gates=None if operands.gates is None else self._padded(operands.gates),
-        )
+        self.check_compressed(config, operands.k_cmp, operands.v_cmp)
+        return operands.each(self._padded, lambda x: self._compressed(config, x))
 
     def packed(self, x: Tensor) -> Tensor:
         """Batch x [sequences,longest,..] packed as [total,..]."""
@@ -52,24 +46,30 @@ class Packing:
         sequence = torch.searchsorted(self.starts, tokens, right=True) - 1
         return x.flatten(0, 1).index_select(0, sequence * self.longest + tokens - self.starts[sequence])
 
-    def check_compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
-        """Compressed tokens of each sequence, int64 [sequences], after a check that x [Σ Nc,..] has as many."""
-        counts = ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
-        if _on_host(counts):
-            check_tokens(name, x, int(counts.sum()))
-        else:
-            message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
-            torch.ops.aten._assert_async.msg(counts.sum() == len(x), message)
-        return counts
+    def check_compressed(self, config: NSAConfig, k_cmp: Tensor | None, v_cmp: Tensor | None) -> None:
+        """Check that k_cmp and v_cmp [Σ Nc,..] have as many tokens as the sequences have compressed ones."""
+        for name, x in (("k_cmp", k_cmp), ("v_cmp", v_cmp)):
+            if x is None:
+                continue
+            tokens = self._compressed_tokens(config).sum()
+            if _on_host(tokens):
+                check_tokens(name, x, int(tokens))
+            else:
+                message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
+                torch.ops.aten._assert_async.msg(tokens == len(x), message)
+
+    def _compressed_tokens(self, config: NSAConfig) -> Tensor:
+        """Compressed tokens of each sequence, int64 [sequences]."""
+        return ((self.lengths - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
 
     def _padded(self, x: Tensor) -> Tensor:
         places = torch.arange(self.longest, device=x.device) % self.lengths.clamp_min(1)[:, None]
         at = self.starts[:, None] + places  # an empty sequence at the end begins behind the last token
         return x.index_select(0, at.clamp_max(len(x) - 1).flatten()).unflatten(0, at.shape)
 
-    def _compressed(self, config: NSAConfig, name: str, x: Tensor) -> Tensor:
+    def _compressed(self, config: NSAConfig, x: Tensor) -> Tensor:
         """Compressed tokens [Σ Nc,..] as [sequences, Nc of the longest, ..]."""
-        counts = self.check_compressed(config, name, x)
+        counts = self._compressed_tokens(config)
         zeros = x.new_zeros(1, *x.shape[1:])  # for sequences without a compressed token
         starts = torch.where(counts > 0, counts.cumsum(0) - counts, len(x))
         tokens = replace(self, starts=starts, lengths=counts, longest=config.cmp_tokens(self.longest))

@@ -6,6 +6,7 @@ The ranges are stated here alone; pyproject.toml's bounds are checked against th
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -41,7 +42,6 @@ TRITON = Tested("triton", (3, 6), (3, 9))
 TORCH = Tested("torch", (2, 11), (2, 13))
 
 _MISSING = 'it needs Triton: pip install "nsa-bench[gpu]"'
-_NAMES = ("triton", "pytorch-triton")  # PyTorch's nightly builds have their own
 _ENTRIES = ("operators", "decode.step", "training.cross_entropy", "training.heads", "training.swiglu")
 
 
@@ -56,15 +56,10 @@ def triton_version() -> str | None:
     """Version of the installed Triton; None without one."""
     if find_spec("triton") is None:
         return None
-    for name in _NAMES:
-        try:
+    for name in ("triton", "pytorch-triton"):  # the latter is of PyTorch's nightly builds
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    try:
-        return str(import_module("triton").__version__)  # on the path, but not installed: a source tree
-    except Exception:
-        return "of an unknown version"
+    return "of an unknown version"
 
 
 @cache

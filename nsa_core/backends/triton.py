@@ -47,8 +47,8 @@ def unsupported(capability: tuple[int, int] | None) -> str | None:
     """Reason why there are no kernels for GPUs of this compute capability; None if there are, or if it is unknown."""
     if capability is None or capability in CAPABILITIES:
         return None
-    known = " and ".join(_text(each) for each in CAPABILITIES)
-    return f"its kernels are for GPUs of compute capability {known}, this one has {_text(capability)}"
+    known, this = " and ".join("{}.{}".format(*each) for each in CAPABILITIES), "{}.{}".format(*capability)
+    return f"its kernels are for GPUs of compute capability {known}, this one has {this}"
 
 
 class Heads(NamedTuple):
@@ -116,19 +116,19 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
     batch, rows = q.shape[:2]
-    if batch * pairs["cmp"][1].shape[2] > _MOST and offset == 0 and not q.is_meta:
-        bounds = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
-        keys, values = (each_once(_joined, triple(pair[i] for pair in pairs.values())) for i in range(2))
-        joined = dict(zip(pairs, zip(keys, values, strict=True), strict=True))
-        k_cmp, v_cmp = (None if x is None else _joined(x) for x in compressed)
-        out = attend_packed(_joined(q), joined, (k_cmp, v_cmp), _joined(gates), config, branches, scale, bounds, rows)
-        return out.view(batch, rows, *out.shape[2:])
-    return _attend(q, pairs, compressed, gates, _kernels(q, pairs["cmp"][1]).Call(config, branches, offset, scale))
+    if batch * pairs["cmp"][1].shape[2] <= _MOST or offset > 0 or q.is_meta:
+        return _attend(q, pairs, compressed, gates, _kernels(q, pairs["cmp"][1]).Call(config, branches, offset, scale))
 
+    def joined(x: Tensor) -> Tensor:
+        """A batch [B,S,..] as packed sequences [1,B·S,..]."""
+        return x.flatten(0, 1)[None]
 
-def _joined(x: Tensor) -> Tensor:
-    """A batch [B,S,..] as packed sequences [1,B·S,..]."""
-    return x.flatten(0, 1)[None]
+    bounds = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
+    keys, values = (each_once(joined, triple(pair[i] for pair in pairs.values())) for i in range(2))
+    k_cmp, v_cmp = (None if x is None else joined(x) for x in compressed)
+    pairs = dict(zip(pairs, zip(keys, values, strict=True), strict=True))
+    out = attend_packed(joined(q), pairs, (k_cmp, v_cmp), joined(gates), config, branches, scale, bounds, rows)
+    return out.view(batch, rows, *out.shape[2:])
 
 
 def attend_packed(
@@ -246,7 +246,3 @@ def refuse_too_large(q: Tensor, *others: Tensor) -> None:
 def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a GPU; None without one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
-
-
-def _text(capability: tuple[int, int]) -> str:
-    return "{}.{}".format(*capability)

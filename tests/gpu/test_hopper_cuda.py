@@ -143,30 +143,23 @@ def assert_as_elsewhere(monkeypatch, run, kernel):
 
 @GROUPS
 @pytest.mark.parametrize("tokens", [32, 64, 1000, 1025, 2064])
-def test_spans(monkeypatch, tokens, heads, kv_heads, dtype):
+@pytest.mark.parametrize(
+    ("made", "kernel"), [(of_forward, "_all_spans_forward"), (of_backward_q, "_all_spans_backward_q")]
+)
+def test_spans(monkeypatch, tokens, heads, kv_heads, dtype, made, kernel):
     case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
-    assert_as_elsewhere(monkeypatch, of_forward(case), "_all_spans_forward")
-
-
-@GROUPS
-@pytest.mark.parametrize("tokens", [32, 64, 1000, 1025, 2064])
-def test_spans_backward_towards_queries(monkeypatch, tokens, heads, kv_heads, dtype):
-    case = spans(tokens, heads, kv_heads, dtype, NSAConfig())
-    assert_as_elsewhere(monkeypatch, of_backward_q(case), "_all_spans_backward_q")
+    assert_as_elsewhere(monkeypatch, made(case), kernel)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (32, 2)])
 @pytest.mark.parametrize("tokens", [1025, 1100, 3000])
-def test_free_blocks(monkeypatch, tokens, heads, kv_heads):
+@pytest.mark.parametrize(
+    ("made", "kernel"),
+    [(of_selected_forward, "_selected_forward_hopper"), (of_selected_backward, "_selected_backward_hopper")],
+)
+def test_free_blocks(monkeypatch, tokens, heads, kv_heads, made, kernel):
     case = spans(tokens, heads, kv_heads, torch.bfloat16, NSAConfig())
-    assert_as_elsewhere(monkeypatch, of_selected_forward(case), "_selected_forward_hopper")
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (32, 2)])
-@pytest.mark.parametrize("tokens", [1025, 1100, 3000])
-def test_free_blocks_backward(monkeypatch, tokens, heads, kv_heads):
-    case = spans(tokens, heads, kv_heads, torch.bfloat16, NSAConfig())
-    assert_as_elsewhere(monkeypatch, of_selected_backward(case), "_selected_backward_hopper")
+    assert_as_elsewhere(monkeypatch, made(case), kernel)
 
 
 @GROUPS

@@ -95,4 +95,4 @@ def test_other_operators_name_wrong_operands_too():
 def test_a_backend_that_cannot_run_says_why():
     q, k, v, gates = (x.to("meta") for x in tensors())
     with pytest.raises(BackendError, match="not on meta; use one of auto, reference"):
-        nsa_attention(q, k, v, gates, SMALL, backend="chunked")
+        nsa_attention(q, k, v, gates, SMALL, backend="packed")

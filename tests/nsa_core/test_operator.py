@@ -78,28 +78,6 @@ def test_selected_equals_dense_while_every_block_is_selected(backend, make_case,
     assert_close(out, dense_attention(case.q, case.k, case.v))
 
 
-@pytest.mark.parametrize("window", [1, 24, 99])
-def test_window_sees_exactly_its_positions(backend, make_case, window):
-    case = make_case(100)
-    config, ones = NSAConfig(window=window), torch.ones_like(case.gates)
-    out = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend=backend)
-    t = 99
-    seen = slice(t - window + 1, t + 1)
-    k, v = (x[0, seen].repeat_interleave(2, 1) for x in (case.k, case.v))
-    p = torch.softmax(torch.einsum("hd,thd->ht", case.q[0, t], k) / 4, -1)
-    assert_close(out[0, t], torch.einsum("ht,thd->hd", p, v))
-
-
-def test_queries_without_a_compressed_token_get_zeros(backend, make_case, config):
-    case = make_case(20)
-    out = nsa_attention(*case.leaves, config, branches=("cmp",), backend=backend)
-    assert torch.equal(out[:, : config.cmp_block - 1], torch.zeros_like(out[:, : config.cmp_block - 1]))
-    # the first that sees one sees only that one
-    mean = case.v[0, : config.cmp_block].mean(0).repeat_interleave(2, 0)
-    t = config.cmp_block - 1
-    assert_close(out[0, t], mean * case.gates[0, t, :, :1])
-
-
 def test_three_pairs_of_keys_and_values(fast_backend, make_case, config):
     cases = [make_case(90, seed=seed) for seed in range(3)]
     q, gates = cases[0].q, cases[0].gates

@@ -20,8 +20,7 @@ import torch
 from jobs.schema.point import Machine
 from jobs.specs.fit import backend_reasons
 from nsa_core import available_backends
-from nsa_core.backends import TRITON, Heads, default, resolve, triton_problem, triton_version, untested
-from nsa_core.backends.triton import CAPABILITIES
+from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
 
@@ -163,15 +162,6 @@ def test_auto_falls_back_to_chunked_and_everything_says_why(given: Installation,
 
 
 @pytest.mark.parametrize(
-    ("version", "tested"),
-    [("3.6.0", True), ("3.9.1+git0f1e", True), ("3.10.0", False), ("3.5.1", False), ("4.0", False), ("unknown", False)],
-)
-def test_a_version_is_tested_by_its_minor_version(version: str, tested: bool) -> None:
-    assert (version in TRITON) is tested
-    assert (untested(version) is None) is tested
-
-
-@pytest.mark.parametrize(
     ("capability", "supported"),
     [((8, 0), True), ((9, 0), True), ((8, 6), False), ((8, 9), False), ((10, 0), False), ((12, 0), False)],
 )
@@ -192,12 +182,6 @@ def test_the_kernels_run_on_gpus_that_they_are_made_for(monkeypatch, capability,
         with pytest.raises(BackendError, match=f"{said}; use one of auto, "):
             resolve("triton", ["win"], cuda, torch.bfloat16)
         assert doctor._triton().detail == f"auto takes chunked instead: {said}"
-
-
-def test_capabilities_are_those_that_the_kernels_are_compiled_for() -> None:
-    from nsa_core.kernels.aot.resources import SHARED
-
-    assert sorted(SHARED) == [10 * major + minor for major, minor in CAPABILITIES]
 
 
 def test_amds_gpus_are_not_taken_for_hopper(monkeypatch) -> None:

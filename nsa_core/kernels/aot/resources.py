@@ -65,13 +65,10 @@ class Usage:
 
 def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[list[object]]]]:
     """Types by argument, and the indices of those that Triton's run-time marks as multiples of 16: tensors."""
-    names = launch.kernel.arg_names
+    names, unaligned = launch.kernel.arg_names, unaligned_names(launch.kernel)
     types = {name: _type(launch.arguments[name]) if name in launch.arguments else "constexpr" for name in names}
-    aligned = [
-        x for x in names if isinstance(launch.arguments.get(x), Tensor) and x not in unaligned_names(launch.kernel)
-    ]
-    places = [names.index(name) for name in aligned]
-    return types, {(i,): [["tt.divisibility", 16]] for i in places}
+    tensors = {name for name, x in launch.arguments.items() if isinstance(x, Tensor) and name not in unaligned}
+    return types, {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in tensors}
 
 
 def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
@@ -80,18 +77,26 @@ def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = kind(launch.kernel, types, dict(launch.constants), marks)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
-    registers, spills = _resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    ptx, tools = compiled.asm["ptx"], Path(str(triton.__file__)).parent / "backends/nvidia/bin"
+    text = _output(compiled.asm["cubin"], str(tools / "cuobjdump"), "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)  # registers, and bytes of local memory, a thread
+    assert found is not None, text
     products, held = (len(re.findall(rf"wgmma\.mma_async[^;]*{rest};", ptx)) for rest in ("", r"\}, *\{[^;]*"))
-    votes, rescales = ptx.count("vote.sync.any"), ptx.count("bra DONE")
-    used = compiled.metadata.shared, registers, spills, _serialized(ptx)
-    return Usage(case, kernel_name(launch), arch, *used, products, held, votes, rescales)
-
-
-def kernel_name(launch: Launch) -> str:
-    """The kernel's name with its module, from the package of the kernels on."""
+    assembled = _output(ptx.encode(), get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null") if products else ""
     module = launch.kernel.__module__.removeprefix(f"{__package__.rpartition('.')[0]}.")
-    return f"{module}.{launch.kernel.__name__}"
+    return Usage(
+        case=case,
+        kernel=f"{module}.{launch.kernel.__name__}",
+        arch=arch,
+        shared=compiled.metadata.shared,
+        registers=int(found[1]),
+        spills=int(found[2]),
+        serialized="wgmma.mma_async instructions are serialized" in assembled,
+        products=products,
+        held=held,
+        votes=ptx.count("vote.sync.any"),
+        rescales=ptx.count("bra DONE"),
+    )
 
 
 def _type(value: object) -> str:
@@ -102,23 +107,7 @@ def _type(value: object) -> str:
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory a thread, read by cuobjdump."""
-    tool = str(Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump")
-    text = _told(cubin, tool, "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2])
-
-
-def _serialized(ptx: str) -> bool:
-    if "wgmma.mma_async" not in ptx:
-        return False
-    text = _told(ptx.encode(), get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null")
-    return "wgmma.mma_async instructions are serialized" in text
-
-
-def _told(given: bytes, *command: str) -> str:
+def _output(given: bytes, *command: str) -> str:
     """Output of the tool `command` for a file with the content `given`."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(given)

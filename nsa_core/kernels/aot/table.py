@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields
@@ -27,7 +28,10 @@ def read(path: Path) -> dict[str, Usage]:
 
 def write(path: Path, known: Mapping[str, Usage]) -> None:
     """Write resources in the order of devices, cases and kernels."""
-    rows = [{"key": key} | _row(usage) for key, usage in known.items()]
+    rows = []
+    for key, usage in known.items():
+        row = asdict(usage)
+        rows.append({"key": key, "arch": row.pop("arch")} | row.pop("case") | {"dtype": DTYPES[usage.case.dtype]} | row)
     rows.sort(key=lambda row: (row["arch"], row["dtype"], row["dim"], row["heads"], row["kernel"], row["key"]))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -60,10 +64,10 @@ def wanted(pairs: Pairs, kernel: str = "", pool: Executor | None = None) -> dict
 
 def compiled(missing: Mapping[str, tuple[CompileCase, int]], pool: Executor) -> Iterator[dict[str, Usage]]:
     """Resources of launches by their keys, a part of a case after another."""
-    keys = dict[tuple[tuple[CompileCase, int], int], set[str]]()
+    keys = defaultdict[tuple[tuple[CompileCase, int], int], set[str]](set)
     parts = -(-3 * (os.cpu_count() or 1) // max(1, len(set(missing.values()))))
     for i, (key, pair) in enumerate(missing.items()):
-        keys.setdefault((pair, i % parts), set()).add(key)
+        keys[pair, i % parts].add(key)
     for done in as_completed([pool.submit(_compile, *pair, some) for (pair, _), some in keys.items()]):
         yield done.result()
 
@@ -77,12 +81,6 @@ def _keys(pair: tuple[CompileCase, int]) -> dict[str, str]:
 def _compile(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:
     given = {launch_key(launch, arch): launch for launch in launches(case, arch)}
     return {key: compile_for(case, given[key], arch) for key in keys}
-
-
-def _row(usage: Usage) -> dict[str, object]:
-    row = asdict(usage)
-    case = row.pop("case")
-    return {"arch": row.pop("arch")} | case | {"dtype": DTYPES[usage.case.dtype]} | row
 
 
 def _usage(row: Mapping[str, str]) -> Usage:

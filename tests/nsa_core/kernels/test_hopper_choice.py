@@ -57,13 +57,25 @@ def started(monkeypatch, **given):
     return {one.kernel.__name__ for one in launches(monkeypatch, **given)}
 
 
-@pytest.mark.parametrize("given", [{}, {"heads": 16}, {"heads": 32}], ids=str)
-def test_groups_of_4_to_16_heads_of_128_take_them(monkeypatch, given):
-    assert started(monkeypatch, **given) >= SPANS | SELECTED
+ALL = SPANS | SELECTED
+CHOICES = [
+    *(({"heads": heads}, ALL) for heads in (8, 16, 32)),  # groups of 4 to 16 heads of 128
+    ({"dtype": torch.float16}, SPANS),  # it rounds less than packed slots
+    ({"late": "do"}, {"_all_spans_forward", "_selected_forward_hopper"}),  # a gradient that is not aligned
+    ({"keys": "separate"}, SELECTED),
+    ({"keys": "two branches"}, SELECTED),
+    ({"packed": True}, SELECTED),  # tiles of the spans' kernels are stored whole, across the end of a sequence
+    *(({"arch": arch}, set()) for arch in (80, 100)),
+    *(({"heads": heads}, set()) for heads in (2, 12, 64)),
+    *(({name: 64}, set()) for name in ("dim", "value_dim")),
+    ({"dtype": torch.float32}, set()),
+    *(({"late": name}, set()) for name in ("q", "k", "v")),
+]
 
 
-def test_dtypes_that_round_less_than_packed_slots_take_the_free_blocks_of_all_devices(monkeypatch):
-    assert (SPANS | SELECTED) & started(monkeypatch, dtype=torch.float16) == SPANS
+@pytest.mark.parametrize(("given", "expected"), CHOICES, ids=str)
+def test_each_call_takes_the_kernels_that_are_for_it(monkeypatch, given, expected):
+    assert ALL & started(monkeypatch, **given) == expected
 
 
 def test_exact_slots_are_not_packed(monkeypatch):
@@ -80,27 +92,6 @@ def test_slots_are_read_as_they_are_written(monkeypatch, late, packed):
     assert (reads["_merge"], reads["_sum_dq"]) == packed
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"arch": 80},
-        {"arch": 100},
-        {"heads": 2},
-        {"heads": 12},
-        {"heads": 64},
-        {"dim": 64},
-        {"value_dim": 64},
-        {"dtype": torch.float32},
-        {"late": "q"},
-        {"late": "k"},
-        {"late": "v"},
-    ],
-    ids=str,
-)
-def test_others_take_those_of_all_devices(monkeypatch, other):
-    assert not (SPANS | SELECTED) & started(monkeypatch, **other)
-
-
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_sums_are_rescaled_late_on_the_accumulators_of_hopper_alone(monkeypatch, arch):
     from nsa_core.kernels.runtime.tiles import assume
@@ -109,21 +100,6 @@ def test_sums_are_rescaled_late_on_the_accumulators_of_hopper_alone(monkeypatch,
         spans = [one for one in launches(monkeypatch, arch=80) if one.kernel.__name__ == "_span_forward"]
     assert spans
     assert {one.constants["LATE"] > 0 for one in spans} == {arch == 90}
-
-
-def test_a_gradient_that_is_not_aligned_takes_the_forwards_alone(monkeypatch):
-    forwards = {"_all_spans_forward", "_selected_forward_hopper"}
-    assert (SPANS | SELECTED) & started(monkeypatch, late="do") == forwards
-
-
-@pytest.mark.parametrize("keys", ["separate", "two branches"])
-def test_without_one_pair_for_three_branches_the_free_blocks_alone_take_theirs(monkeypatch, keys):
-    assert (SPANS | SELECTED) & started(monkeypatch, keys=keys) == SELECTED
-
-
-def test_packed_sequences_take_them_for_the_free_blocks_alone(monkeypatch):
-    """Tiles of the spans' kernels are stored whole, across the end of a sequence."""
-    assert (SPANS | SELECTED) & started(monkeypatch, packed=True) == SELECTED
 
 
 @pytest.mark.parametrize("config", [NSAConfig(slc_block=32), NSAConfig(local_blocks=0)], ids=["blocks", "no local"])

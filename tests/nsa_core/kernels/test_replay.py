@@ -231,39 +231,12 @@ def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
         assert described[0].base.data_ptr() != more.data_ptr()
 
 
-def test_the_interpreter_gets_tensors() -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        out = torch.empty(5, 4)
-        launch(Interpreted(), (1,), {"X": x[2:], "OUT": out[:4], "number": 3}, {}, Tile(), stage="add")
-        out[4].zero_()
-        return [out]
-
-    counted = captured(function, of(0))
-    for seed in range(3):
-        x = of(seed)
-        [out] = replay.run(counted, CALL, (x,))
-        assert torch.equal(out[:4], x[2:] + 3)
-        assert not out[4].any()
-    assert counted.calls == 2
-
-
 @pytest.mark.parametrize("watching", [record, omit, observe])
 def test_the_function_itself_runs_while_launches_are_watched(watching: Callable[[], Any]) -> None:
     counted = captured(lambda x: [x + 1], of(0))
     with watching():
         replay.run(counted, CALL, (of(0),))
     assert counted.calls == 3
-
-
-@pytest.mark.parametrize(("function", "reason"), [
-    (lambda x: [x * x.sum().item()], "waits for the device"),
-    (lambda x: [torch.add(x, 1, out=torch.empty_like(x))], "a tensor by name"),
-    (lambda x: [x + ELSEWHERE], "a tensor from elsewhere"),
-    (lambda x: [torch.cat([x, x])], "tensors in a list"),
-])  # fmt: skip
-def test_functions_that_cannot_be_replayed_are_refused(function: Callable[..., list[Tensor]], reason: str) -> None:
-    with pytest.raises(AssertionError, match=reason):
-        captured(function, of(0))
 
 
 @pytest.mark.parametrize("failing", [1, 2])

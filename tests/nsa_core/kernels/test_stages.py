@@ -66,16 +66,6 @@ def test_a_range_of_a_stage_is_an_operation_as_a_kernel_on_a_gpu_needs_it() -> N
     assert not found.is_user_annotation
 
 
-def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(stage: str) -> None:
-        raise AssertionError(stage)
-
-    monkeypatch.setattr("nsa_core.kernels.runtime.launch.profiled_stage", refuse)
-    _launch(Kernel())
-    with pytest.raises(AssertionError, match="merge"), profile(activities=[ProfilerActivity.CPU]):
-        _launch(Kernel())
-
-
 EVERYWHERE = {
     ("_mean", "compress"),
     ("_spread", "compress_backward"),
@@ -126,22 +116,3 @@ def test_every_kernel_is_launched_for_its_stage(arch: int, expected: set[tuple[s
 
     made = cases.launches(cases.CompileCase(8, 2, 128, 128, torch.bfloat16), arch)
     assert {(one.kernel.__name__, one.stage) for one in made} == expected
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize(
-    ("branches", "direction", "expected"),
-    [
-        (("cmp",), "", "compressed"),
-        (("win",), "", "window"),
-        (("slc", "win"), "", "window_forced"),
-        (("cmp", "slc"), "_backward_q", "compressed_forced_backward_q"),
-        ((), "_backward_kv", "forced_backward_kv"),  # the initial blocks, by the queries far behind them
-    ],
-)
-def test_the_stage_of_spans_is_named_by_their_branches(
-    branches: tuple[Any, ...], direction: str, expected: str
-) -> None:
-    from nsa_core.kernels.span.forward import stage
-
-    assert stage(branches, direction) == expected
