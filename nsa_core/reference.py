@@ -117,21 +117,13 @@ def _importance(p: Tensor, kv_heads: int, seq_len: int, config: NSAConfig) -> Te
     shared = sum(per_head[1:], per_head[0])  # [B,Hkv,S,N]
     scores = p.new_zeros(batch, kv_heads, rows, config.slc_blocks(seq_len))
     for j in range(scores.shape[-1]):
-        for i in _overlapping(j, tokens, config):
-            scores[..., j] += shared[..., i] * (_overlap(i, j, config) / config.cmp_stride)
+        start, end = j * config.slc_block, (j + 1) * config.slc_block
+        first = max(0, (start - config.cmp_block) // config.cmp_stride + 1)  # of the tokens that overlap block j
+        for i in range(first, min(tokens, end // config.cmp_stride)):
+            token = i * config.cmp_stride
+            overlap = min(token + config.cmp_block, end) - max(token, start)  # |[i·d, i·d + l) ∩ [j·l', (j+1)·l')|
+            scores[..., j] += shared[..., i] * (overlap / config.cmp_stride)
     return scores
-
-
-def _overlapping(j: int, tokens: int, config: NSAConfig) -> range:
-    """Compressed tokens that share tokens with selection block j."""
-    start, end = j * config.slc_block, (j + 1) * config.slc_block
-    return range(max(0, (start - config.cmp_block) // config.cmp_stride + 1), min(tokens, end // config.cmp_stride))
-
-
-def _overlap(i: int, j: int, config: NSAConfig) -> int:
-    """Tokens that compressed token i and selection block j share: |[i·d, i·d + l) ∩ [j·l', (j+1)·l')|."""
-    start, block_start = i * config.cmp_stride, j * config.slc_block
-    return min(start + config.cmp_block, block_start + config.slc_block) - max(start, block_start)
 
 
 def _choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:

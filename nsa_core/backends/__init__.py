@@ -171,9 +171,8 @@ def resolve(
     """
     wanted = list(branches)
     if not isinstance(backend, str | Mapping):
-        raise BackendError(
-            "backend", repr(backend), f"use one name, or one a branch, of auto, {', '.join(backend_names())}"
-        )
+        fix = f"use one name, or one a branch, of auto, {', '.join(backend_names())}"
+        raise BackendError("backend", repr(backend), fix)
     named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
@@ -184,30 +183,23 @@ def resolve(
 def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, heads: Heads | None) -> Backend:
     if name == "auto":
         name = default(device, dtype, heads)
-    backends = _backends(branch)
     backend = None
     if isinstance(name, str):
         _search()
+        backends = _backends(branch)
         backend = backends[name] if name in backends else _usable.get(name)
     if backend is None:
-        raise BackendError("backend", repr(name), _unknown(name, branch))
+        fix = f"use one of auto, {', '.join([*_backends(branch), *_usable])}"
+        if isinstance(name, str) and name in WINDOW_BACKENDS:
+            fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or {fix.removeprefix("use ")}'
+        broken = [one for one in offered() if one.name == name and one.problem is not None]
+        offers_it = "".join(f"{one.package} {one.version} offers it, but {one.problem}; " for one in broken)
+        raise BackendError("backend", repr(name), offers_it + fix)
     reason = backend.unavailable(device, dtype)
     if reason is not None:
         usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
     return cast(Backend, backend)  # a plain WindowBackend only for "win", where only `window` is called
-
-
-def _unknown(name: object, branch: Branch) -> str:
-    """The fix for a name that is not a backend of the branch."""
-    known = ", ".join([*_backends(branch), *_usable])
-    if isinstance(name, str) and name in WINDOW_BACKENDS:
-        return f'it computes the window alone; use backend={{"win": "{name}"}}, or one of auto, {known}'
-    broken = [one for one in offered() if one.name == name and one.problem is not None]
-    return (
-        "".join(f"{one.package} {one.version} offers it, but {one.problem}; " for one in broken)
-        + f"use one of auto, {known}"
-    )
 
 
 def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:

@@ -25,11 +25,10 @@ _LENGTHS = 512, 2048, 65_536, 131_072
 
 def compile_layout(call: Call, q: Tensor, gates: Tensor, flat: tuple[Tensor, ...]) -> None:
     """Compile what forward and backward of `call` launch, for tensors like these of any length, if not done before."""
-    if not q.is_cuda or is_watched():
-        return
-    kind = replace(call, offset=0, scale=1.0, longest=0, cu=None), call.packed
-    widths = tuple(x.shape[2:] for x in (q, gates, *flat))
-    _compile_layout(*kind, widths, q.dtype, gates.dtype, q.device)
+    if q.is_cuda and not is_watched():
+        kind = replace(call, offset=0, scale=1.0, longest=0, cu=None)
+        widths = tuple(x.shape[2:] for x in (q, gates, *flat))
+        _compile_layout(kind, call.packed, widths, q.dtype, gates.dtype, q.device)
 
 
 @cache
@@ -40,13 +39,12 @@ def _compile_layout(
     with assume(capability(device)), record() as seen, torch.no_grad():
         for tokens in _LENGTHS:
             _trace(call, packed, widths, dtype, gate_dtype, tokens)
-    distinct = {str((one.kernel.__name__, one.constants, one.tile, _types(one))): one for one in seen}
+    distinct: dict[str, Launch] = {}
+    for one in seen:
+        types = [x.dtype if isinstance(x, Tensor) else type(x) for x in one.arguments.values()]
+        distinct[str((one.kernel.__name__, one.constants, one.tile, types))] = one
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(compile_only, device=device), distinct.values()))
-
-
-def _types(launch: Launch) -> list[object]:
-    return [x.dtype if isinstance(x, Tensor) else type(x) for x in launch.arguments.values()]
 
 
 def _trace(
@@ -56,12 +54,12 @@ def _trace(
     if packed:
         call = replace(call, longest=tokens, cu=torch.empty(17, dtype=torch.int32, device="meta"))
     compressed = tokens // call.config.cmp_stride if packed else call.config.cmp_tokens(tokens)
-    made: list[Tensor] = []
-    for i, width in enumerate(widths):
-        of_compressed = 2 <= i < 4 and call.branches[0] == "cmp" and not call.compresses
-        length, kind = compressed if of_compressed else tokens, gate_dtype if i == 1 else dtype
-        made.append(torch.empty(1, length, *width, dtype=kind, device="meta"))
-    q, gates, *flat = made
+    has_compressed = call.branches[0] == "cmp" and not call.compresses
+    lengths = [tokens, tokens, *[compressed] * (2 * has_compressed), *[tokens] * len(widths)]
+    q, gates, *flat = (
+        torch.empty(1, length, *width, dtype=gate_dtype if i == 1 else dtype, device="meta")
+        for i, (length, width) in enumerate(zip(lengths, widths, strict=False))
+    )
     blocks = None
     if "slc" in call.branches and "cmp" not in call.branches:
         shape = 1, tokens, flat[0].shape[2], call.config.slc_count
