@@ -80,19 +80,6 @@ def test_learned_compression_is_the_mlp_of_every_unfolded_block(cmp_block: int) 
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("compress", ["mean", "mlp"])
-def test_backends_give_the_layer_the_same_output_and_gradients(compress: str, backend: str) -> None:
-    x = torch.randn(1, 45, 24, dtype=torch.float64)
-    results = []
-    for name in ("reference", backend):
-        layer, given = layer_of(compress, backend=name), x.clone().requires_grad_()
-        out = layer(given)
-        out.square().sum().backward()
-        results.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("branches", [("cmp",), ("slc",), ("win",), ("win", "cmp")])
 @pytest.mark.parametrize("compress", ["mean", "mlp"])
 def test_a_layer_of_some_branches_is_the_whole_one_without_the_others(branches: tuple[str, ...], compress: str) -> None:
@@ -110,7 +97,7 @@ def test_a_layer_of_some_branches_is_the_whole_one_without_the_others(branches: 
     for name in ("gate_proj.weight", "gate_proj.bias"):
         taken[name] = taken[name].unflatten(0, (4, 3))[:, own].flatten(0, 1)
     layer.load_state_dict(taken, strict="cmp" in branches)
-    q, k, v, gates = whole._project(x, 0)
+    q, k, v, gates = whole._project(x)
     k_cmp, v_cmp = whole._compress(k[0], v[0], 0)
     expected = nsa_attention(q, k, v, gates, whole.config, k_cmp=k_cmp, v_cmp=v_cmp, branches=branches)
     with capture() as runs:

@@ -76,16 +76,6 @@ def test_ties_go_to_the_lower_index_on_every_backend(backend, config, heads):
     assert last.tolist() == [[0, 1, 11, 12]] * 2
 
 
-def test_forced_blocks_count_among_the_selected(backend, make_case):
-    config = NSAConfig(8, 4, 16, slc_count=4, init_blocks=2, local_blocks=2)
-    case = make_case(200)
-    blocks = select_blocks(case.q, case.k, config, backend=backend)[0, :, 0].tolist()
-    assert blocks[0] == [0, -1, -1, -1]
-    assert blocks[31] == [0, 1, -1, -1]
-    assert blocks[47] == [0, 1, 2, -1]  # block 1 is initial and local, once
-    assert blocks[199] == [0, 1, 11, 12]
-
-
 def test_equal_queries_in_a_group_select_as_one_of_them(backend, make_case, config):
     case = make_case(120, heads=2, kv_heads=2)
     alone = select_blocks(case.q, case.k, config, backend=backend)
