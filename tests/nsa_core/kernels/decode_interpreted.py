@@ -86,13 +86,6 @@ def test_groups_and_head_dims(heads, kv_heads, dim):
 
 
 @torch.no_grad()
-def test_groups_that_no_tile_holds_are_refused():
-    layer, x = layer_of(SMALL, 129, 1, 64), torch.randn(1, 20, 24)
-    with pytest.raises(ValueError, match=r"^backend: 'triton': its tiles hold up to 128 query heads .*, not 129; use "):
-        in_steps(layer, x, [18])
-
-
-@torch.no_grad()
 def test_float16_is_near_the_oracle():
     layer, x = layer_of(SMALL).half(), torch.randn(1, 60, 24).half()
     layer.config = replace(SMALL, slc_count=8)  # all blocks are selected, so that rounding cannot change the choice
@@ -191,35 +184,6 @@ def test_dense_steps_give_what_prefill_gives(tokens, heads, kv_heads, monkeypatc
         parts = [layer(part, cache) for part in (x[:, :tokens], *x[:, tokens:].split(1, 1))]
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-4, atol=1e-5)
         assert int(cache.position) == cache.length == tokens + 3
-
-
-@torch.no_grad()
-def test_a_step_can_be_measured_again_and_again():
-    """Steps as in jobs/decode.py: each first removes the token of the previous one."""
-    from jobs.decode import Case, attention_step, check_steps
-    from jobs.measure.call import bare_model
-    from jobs.measure.clock import TimingSpec
-
-    case = Case(
-        workload="attention",
-        implementation="triton",
-        pass_="decode",
-        seq_len=30,
-        batch=1,
-        dtype="float32",
-        device="cpu",
-        seed=0,
-        threads=None,
-        model=bare_model(4, 2, 16, layers=2, nsa=replace(SMALL, slc_count=3), backend="triton"),
-        timing=TimingSpec(repeats=1, min_s=0, max_s=1, warmup=1),
-    )
-    agreement = check_steps(case)
-    assert agreement.error <= agreement.bound < 1e-4
-    step = attention_step(case, lambda *_: None).run
-    with capture() as runs:
-        first, again = step(), step()
-    assert {run.kernel for run in runs} == {"decode-triton"}
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 @torch.no_grad()
