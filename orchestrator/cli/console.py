@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from rich.text import Text
@@ -12,13 +12,11 @@ from rich.text import Text
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
 from jobs.schema.states import again_in_words
+from orchestrator.cli.services import ServiceStatus
+from orchestrator.judge.decisions import Decision
+from orchestrator.judge.steps import Step
 from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
-
-if TYPE_CHECKING:
-    from orchestrator.cli.services import ServiceStatus
-    from orchestrator.judge.decisions import Decision
-    from orchestrator.judge.steps import Step
 
 out = wide_console()
 

@@ -1,4 +1,4 @@
-"""Entry point of the console script `nsa`; it imports the commands where Ctrl-C is already answered."""
+"""Entry point of the console script `nsa`; it imports the commands, most of a start, where Ctrl-C is answered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ def main() -> None:
     """The `nsa` command. Exit codes as of `commands.main`."""
     try:
         with AtOnce():
-            import jobs.specs.load  # noqa: F401  (with the commands, whose errors it has: most of the time of a start)
             from orchestrator.cli import commands
         commands.main()
     except KeyboardInterrupt:

@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
 
+import pandas as pd
 from rich.console import Console
 
 from jobs.schema.quantities import Role, readable, said_in_its_own_unit
 from jobs.schema.states import PointState, Result
+from orchestrator.judge.analysis import Fit, scaling_fits
+from orchestrator.judge.decisions import Decision, decisions, query
+from orchestrator.judge.rules import QUESTIONS
+from orchestrator.judge.steps import merged, total
+from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates, save_verdicts
+from orchestrator.report import bench
+from orchestrator.report.series import own_axes
 from orchestrator.report.table import Table
+from orchestrator.store import Store, queries
 from orchestrator.terminal import PlainConsole
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from orchestrator.judge.analysis import Fit
-    from orchestrator.judge.decisions import Decision
-    from orchestrator.judge.verdicts import TargetVerdict
-    from orchestrator.store import Store
 
 _ANSWER = {Result.GO: "yes", Result.NO_GO: "no", Result.UNKNOWN: "?"}
 _STYLE = {Result.NO_GO: "bold red", Result.GO: "bold green", Result.UNKNOWN: "bold yellow"}
@@ -42,12 +42,6 @@ def print_states(states: Counter[PointState], console: Console) -> None:
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
     """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
-    from orchestrator.judge.analysis import scaling_fits
-    from orchestrator.judge.decisions import decisions
-    from orchestrator.judge.verdicts import evaluate, load_gates, save_verdicts
-    from orchestrator.report import bench
-    from orchestrator.store import queries
-
     if benches := bench.collect(store, [run_id]):
         for table in bench.tables(benches):
             if table.rows:
@@ -95,14 +89,11 @@ def _results(metrics: pd.DataFrame, headline: Sequence[str]) -> Table:
 
 def _growth(fits: Sequence[Fit]) -> Table:
     """The fitted growth, a row per series and metric."""
-    from orchestrator.report.bench import law_cells
-    from orchestrator.report.series import own_axes
-
     rows = []
     for fit in fits:
         named = [fit.series[name] for name in ("implementation", "workload", "pass")]
         series = " ".join(filter(None, [*named, *own_axes(fit.series)]))
-        cells = law_cells(fit, fit.local)
+        cells = bench.law_cells(fit, fit.local)
         del cells["local exponents"]
         rows.append({"series": series, "metric": fit.metric, **cells})
     return Table.of("Growth with sequence length S", "", rows)
@@ -114,10 +105,6 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
     Args:
         why: also each rule with its evidence, and the SQL of the figures.
     """
-    from orchestrator.judge.decisions import query
-    from orchestrator.judge.rules import QUESTIONS
-    from orchestrator.judge.steps import merged, total
-
     for decision in decisions:
         console.print(_title(decision), style=_STYLE[decision.result])
         asked = [each for each in QUESTIONS if any(each in verdict.questions for verdict in decision.verdicts)]
@@ -142,8 +129,6 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
 
 def _explain(decision: Decision, console: Console) -> None:
     """Print a decision's sentences, then of one machine what would settle it."""
-    from orchestrator.judge.steps import total
-
     for sentence in decision.sentences:
         _wrapped(console, sentence)
     if len(decision.verdicts) == 1:
