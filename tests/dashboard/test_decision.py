@@ -98,22 +98,6 @@ def test_a_value_leads_to_its_point_and_tells_its_reason():
     assert "measured on NVIDIA H200; grows as S^0.998" in cell
 
 
-def test_reasons_and_evidence_are_behind_a_selection():
-    app = draw(MIXED)
-    assert len(app.table) == 1
-    app.segmented_control[0].set_value("1× H200").run()
-    reasons = app.table[1].value
-    assert "NO-GO" in reasons["Rule"].iloc[2]
-    assert "an 80 GB card has room" in reasons["Rule"].iloc[2]
-    assert (
-        reasons["Value"].iloc[2].replace("\N{NO-BREAK SPACE}", " ")
-        == "122,880 MiB, bound ≤ 109,255 MiB, margin -13,625 MiB"
-    )
-    assert reasons["Why"].iloc[2] == "nsa\\: 122880 MiB"
-    assert "[#7]" in reasons["Evidence"].iloc[0]
-    assert "[#8]" in reasons["Evidence"].iloc[0]
-
-
 def test_steps_are_commands_to_copy():
     app = draw(MIXED)
     assert (

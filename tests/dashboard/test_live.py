@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-import streamlit as st
 from dashboard_pages import show, text
 
 from dashboard import live
@@ -47,13 +45,6 @@ def training(
         store.beat(RUN, POINT, datetime.now(UTC), "train", 300, 900, 2.0)
 
 
-def charts(app: Any) -> list[dict]:
-    """The charts' data, by what Streamlit sends to the browser."""
-    return [
-        json.loads(element.proto.spec) for element in app.get("vega_lite_chart") or app.get("arrow_vega_lite_chart")
-    ]
-
-
 def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> None:
     training(database, piece("loss", "nat/byte", [4.0, 3.0]), piece("cpu_utilization", "%", [91.0, 90.0]))
     app = show("runs", run=RUN, point=POINT)
@@ -63,7 +54,7 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     assert "CPU utilisation: 90 %" in said
     assert ": 3 nat/byte" in said
     assert "Expected against actual" not in said, "without a plan or an estimate nothing was expected"
-    assert len(charts(app)) == 2
+    assert len(app.get("vega_lite_chart")) == 2
     links = {link.proto.label: link.proto.query_string for link in show("runs", run=RUN).get("page_link")}
     assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
 
@@ -87,22 +78,6 @@ def test_expected_stands_against_actual(database: str) -> None:
     assert "Memory,100 MiB estimated,120 MiB,✗ no" in said
     assert 'median of the least busy rank",≥ 80 %,66 %,✗ no' in said
     assert "67 to 97 %, 2 ranks" in said
-
-
-def test_utilisation_is_that_of_a_training_since_it_began(database: str) -> None:
-    begun = datetime.now(UTC) - timedelta(minutes=1)
-    starting = piece("cpu_utilization", "%", [5.0, 5.0, 5.0], at=begun)
-    training(database, starting, estimate=100 << 20)
-    said = text(show("runs", run=RUN, point=POINT))
-    assert "Memory,100 MiB estimated" in said
-    assert "least busy" not in said, "no training, so nothing was expected of the processor"
-    with Store.open(database) as store:
-        store.apply(piece("loss", "nat/byte", [4.0], first=10, at=begun))
-        store.apply(piece("cpu_utilization", "%", [90.0, 92.0], first=11, at=begun))
-    st.cache_data.clear()
-    app = show("runs", run=RUN, point=POINT)
-    assert 'median of the least busy rank",≥ 80 %,91 %,✓ yes' in text(app)
-    assert [spec["encoding"]["x"]["scale"]["domain"] for spec in charts(app)] == [[0, 12], [0, 12]]
 
 
 @pytest.mark.parametrize("changes", [{"rate": None}, {"rate": 0.0}, {"total": 0}, {"running": 0}, {"rate": 1e-300}])

@@ -15,7 +15,7 @@ from jobs.schema.states import PointState
 from orchestrator.run import plan
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal
-from orchestrator.store.records import OutcomeRecord, StartRecord
+from orchestrator.store.records import StartRecord
 
 DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
@@ -46,25 +46,6 @@ class TestWithResults:
         done = nsa(*command)
         assert done.code == 0
         assert all(re.search(text, done.out) for text in texts), done.out
-
-    def test_a_point_that_is_measured_again_is_shown_with_what_counts(
-        self, nsa: Nsa, home: Path, sweep: Callable[..., list]
-    ) -> None:
-        first, planned, *_ = sweep(RUN)
-        again = [
-            first.model_copy(update={"resumed": 1}),
-            planned.model_copy(update={"attempt": 1, "resumed": 1, "key": "new"}),
-            StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2),
-        ]
-        with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
-            store.apply_many(again)
-            row = next(line for line in nsa("show", RUN).out.splitlines() if "chunked S=512" in line)
-            assert [" ok " in row, "measured again: running" in row] == [True, True]
-            lost = {"attempt": 2, "state": PointState.LOST, "reason": "node gone"}
-            store.apply(OutcomeRecord(run_id=RUN, point_id=f"{RUN}/0", **lost))
-        out = nsa("show", RUN, "--point", "0").out
-        assert "not measured again: lost (node gone)" in out
-        assert "peak_extra_memory" in out
 
     def test_export_writes_rows(self, nsa: Nsa, tmp_path: Path) -> None:
         assert nsa("export", "--out", str(tmp_path / "r.csv")).code == 0

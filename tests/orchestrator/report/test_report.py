@@ -78,24 +78,6 @@ def with_axes(records: list, **axes: object) -> list:
     ]
 
 
-@pytest.mark.parametrize("value", [0.0, 1.7e308])
-def test_values_of_no_logarithm_or_use_are_reported_without_a_fit(
-    sqlite_store: Store, sweep, tmp_path: Path, value: float
-):
-    sqlite_store.apply_many(
-        record.model_copy(
-            update={"metrics": tuple(m.model_copy(update={"value": value, "samples": ()}) for m in record.metrics)}
-        )
-        if record.type == "outcome"
-        else record
-        for record in sweep(RUN)
-    )
-    text = write_report(sqlite_store, [RUN], tmp_path / "a.md")[0].read_text()
-    assert f"| 4,096 | 1 | time | {value:.4g} (" in text
-    assert "None." in text.partition("## Scaling")[2].partition("## Results")[0]
-    assert "<svg" not in report(sqlite_store, [RUN], format="html")  # the axes are logarithmic
-
-
 class Tags(HTMLParser):
     """The tags of a page, and what they lead to."""
 
