@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
@@ -74,25 +74,15 @@ def attach(store: Store, run: str, number: int | None, seconds: float) -> Iterat
         UserError: there is no such run.
         NotLiveError: the run, or the point, is not running.
     """
-    for row in _running(store, find_run(store, run), number):
-        yield _diagnosed(store, row, seconds)
-
-
-def _shown() -> Shown:
-    """Function that makes a string plain text on standard output: a terminal, or else Markdown."""
-    return in_a_line if sys.stdout.isatty() else for_file
-
-
-def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str, Any]]:
-    """The running points. Raises NotLiveError."""
-    run = queries.run(store, run_id)
-    assert run is not None, "it was looked up"
-    if run["origin"] == Origin.REPORTED:
+    run_id = find_run(store, run)
+    found = queries.run(store, run_id)
+    assert found is not None, "it was looked up"
+    if found["origin"] == Origin.REPORTED:
         raise NotLiveError(f"RUN: {run_id!r}: was imported from a report and has no processes; name a measured run")
-    if run["state"] == RunState.PENDING:
+    if found["state"] == RunState.PENDING:
         raise NotLiveError(f"RUN: {run_id!r}: waits for room on the cluster; try again when `nsa status` says running")
-    if run["state"] != RunState.RUNNING:
-        raise NotLiveError(f"RUN: {run_id!r}: is {run['state']}, not running; `nsa show {run_id}` has its results")
+    if found["state"] != RunState.RUNNING:
+        raise NotLiveError(f"RUN: {run_id!r}: is {found['state']}, not running; `nsa show {run_id}` has its results")
     points = queries.points(store, run_id)
     live = [int(n) for n in points.loc[points["running"] > 0, "number"]]
     if number is not None and number not in live:
@@ -100,8 +90,14 @@ def _running(store: Store, run_id: str, number: int | None) -> list[Mapping[str,
         raise NotLiveError(f"--point: {number}: is not running; {use}, `nsa show {run_id}` lists all")
     if not live:
         raise NotLiveError(f"RUN: {run_id!r}: none of its points is running now; try again, `nsa show {run_id}` tells")
-    chosen = live if number is None else [number]
-    return [row for n in chosen if (row := queries.point(store, f"{run_id}/{n}")) is not None]
+    for each in live if number is None else [number]:
+        if (row := queries.point(store, f"{run_id}/{each}")) is not None:
+            yield _diagnosed(store, row, seconds)
+
+
+def _shown() -> Shown:
+    """Function that makes a string plain text on standard output: a terminal, or else Markdown."""
+    return in_a_line if sys.stdout.isatty() else for_file
 
 
 def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
@@ -137,17 +133,14 @@ def _ranks(files: pd.DataFrame, attempt: int, recent: pd.DataFrame) -> list[Rank
     from jobs.diagnosis.rank_state import NOW, Memory, RankState
 
     newest: dict[int, tuple[int, RankState]] = {}
-    for file in files.to_dict("records"):
-        match = _STATE.fullmatch(str(file["name"]))
-        if match is None or file["attempt"] != attempt or not isinstance(file["content"], str):
-            continue
-        process, state = int(match[2] or 1), RankState.from_json(file["content"])
-        if state is not None and process > newest.get(state.rank, (0,))[0]:
+    for file in files.loc[files["attempt"] == attempt].to_dict("records"):
+        match, content = _STATE.fullmatch(str(file["name"])), file["content"]
+        state = RankState.from_json(content) if match and isinstance(content, str) else None
+        if match and state and (process := int(match[2] or 1)) > newest.get(state.rank, (0,))[0]:
             newest[state.rank] = (process, state)
     allocated, used = _by_rank(recent, "training_memory"), _by_rank(recent, "gpu_memory_used")
     ranks = []
-    for rank in sorted(newest):
-        state = newest[rank][1]
+    for rank, (_, state) in sorted(newest.items()):
         latest = [values[rank][-1] if rank in values else None for values in (allocated, used)]
         now = Memory(None, *latest) if state.gpu else Memory(latest[0])
         ranks.append(replace(state, memory={**state.memory, NOW: now}))
@@ -189,20 +182,14 @@ def _processes(diagnosis: Diagnosis, seconds: float) -> tuple[Diagnosis, list[st
                 busy[rank.rank] = process.cpu_percent() / max(1, rank.threads)
     host = topology([rank.gpu for rank in here if rank.gpu] or None)
     seen = replace(diagnosis, ranks=list(ranks.values()), hosts=[host], variables=variables, utilization=busy)
-    return seen, [*notes, *_stacks(here)]
-
-
-def _stacks(here: Sequence[RankState]) -> list[str]:
-    """A note on what each rank is doing, or the one on what it takes to see it."""
     if stacks.py_spy() is None:
-        return [f"Stacks are not shown: {stacks.NO_PY_SPY}"]
-    notes = []
+        return seen, [*notes, f"Stacks are not shown: {stacks.NO_PY_SPY}"]
     for rank in here:
         try:
             notes.append(f"Rank {rank.rank} is in {' < '.join(stacks.frames(rank.pid))}.")
         except stacks.UnreadableStackError as err:
             notes.append(f"Rank {rank.rank}'s stack is not readable: {err}")
-    return notes
+    return seen, notes
 
 
 def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
