@@ -46,13 +46,6 @@ def _list_page(store: Store) -> None:
     if not data.counts(store)["runs"]:
         help_pages.nothing_yet()
         return
-    filters = _filters(store)
-    live = bool(data.counts(store)["runs_running"])
-    st.caption("Click a row to open the run.")
-    st.fragment(_list, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, filters)
-
-
-def _filters(store: Store) -> dict[str, str | None]:
     columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
     hint = "id, name, source or host"
     text = columns[0].text_input("Search", placeholder=hint, icon=":material/search:", key="text", bind="query-params")
@@ -61,7 +54,9 @@ def _filters(store: Store) -> dict[str, str | None]:
     for column, (name, values) in zip(columns[1:], options.items(), strict=True):
         title, shown = name.capitalize(), [str(value) for value in values]
         filters[name] = column.selectbox(title, shown, index=None, placeholder="any", key=name, bind="query-params")
-    return filters
+    live = bool(data.counts(store)["runs_running"])
+    st.caption("Click a row to open the run.")
+    st.fragment(_list, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, filters)
 
 
 @data.explained
@@ -93,7 +88,14 @@ def _run_page(store: Store, run_id: str) -> None:
     with spec:
         st.json(run["spec"], expanded=2)
     with events:
-        _events(data.events(store, run_id))
+        found = data.events(store, run_id)
+        if found.empty:
+            st.caption("Nothing out of the ordinary happened.")
+        else:
+            names = {"at": "When", "level": "Level", "message": "What", "point_id": "Point"}
+            when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone="UTC")
+            shown = found.assign(message=found["message"].map(in_a_line)).rename(columns=names)
+            st.dataframe(shown, hide_index=True, column_config={"When": when})
 
 
 @data.explained
@@ -146,16 +148,6 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
         "Resumed": parts.count(run["resumed"], "time"),
         **{in_words(name): parts.code(run[name]) if run[name] else "–" for name in texts},
     }
-
-
-def _events(frame: pd.DataFrame) -> None:
-    if frame.empty:
-        st.caption("Nothing out of the ordinary happened.")
-        return
-    names = {"at": "When", "level": "Level", "message": "What", "point_id": "Point"}
-    when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone="UTC")
-    shown = frame.assign(message=frame["message"].map(in_a_line)).rename(columns=names)
-    st.dataframe(shown, hide_index=True, column_config={"When": when})
 
 
 def _point_page(store: Store, run_id: str, point_id: str) -> None:

@@ -61,7 +61,7 @@ class Service(NamedTuple):
 
     @property
     def port(self) -> int:
-        return _port(self.url)
+        return urlsplit(self.url).port or 8265
 
 
 class ServiceStatus(NamedTuple):
@@ -77,7 +77,7 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     """Ray and the dashboard of this machine, in starting order."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     ray += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
-    ray += [f"--dashboard-port={_port(settings.ray_dashboard)}", "--dashboard-agent-listen-port=0"]
+    ray += [f"--dashboard-port={urlsplit(settings.ray_dashboard).port or 8265}", "--dashboard-agent-listen-port=0"]
     ray += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
     app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
@@ -143,11 +143,6 @@ def down(settings: Settings) -> list[str]:
 def status(settings: Settings) -> list[ServiceStatus]:
     """State of Ray and of the dashboard."""
     return [ServiceStatus(one.name, one.url, _pid(one), one.healthy) for one in local_services(settings)]
-
-
-def ray_answers(settings: Settings) -> bool:
-    """Whether a Ray cluster answers at NSA_RAY_DASHBOARD."""
-    return local_services(settings)[0].healthy
 
 
 def answers(url: str, says: str = "") -> bool:
@@ -300,10 +295,6 @@ def _pid(service: Service) -> int | None:
 def _started(process: psutil.Process) -> float:
     """Seconds from the boot to a process' start, within one: the wall clock may be set while it runs."""
     return process.create_time() - psutil.boot_time()
-
-
-def _port(url: str) -> int:
-    return urlsplit(url).port or 8265
 
 
 class Exposure(NamedTuple):

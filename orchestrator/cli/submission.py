@@ -19,7 +19,7 @@ from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 from orchestrator.cli import console
-from orchestrator.cli.services import asks_for_token, ray_answers
+from orchestrator.cli.services import asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect
@@ -279,7 +279,7 @@ def cluster_nodes(settings: Settings) -> list[Node]:
 
 def _check_ray(settings: Settings) -> None:
     """Raise SubmissionError if no cluster answers."""
-    if not ray_answers(settings):
+    if not local_services(settings)[0].healthy:
         raise SubmissionError(
             f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: no Ray cluster answers there; start one with `nsa up`, "
             "or run without one: python -m jobs SPEC --local"
