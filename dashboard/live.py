@@ -29,13 +29,9 @@ _BUSY = 80.0  # percent that a processor should be busy at least
 _ESTIMATE = 1.1  # measured memory may be this much of the estimate
 
 
-def live_series(store: Store, point: Mapping[str, Any]) -> None:
-    """Draw the series of a point's attempt that counts, or runs just now: then anew every two seconds."""
-    st.fragment(_now, run_every=data.LIVE_SECONDS if point["running"] else None)(store, point["point_id"])
-
-
 @data.explained
-def _now(store: Store, point_id: str) -> None:
+def live_series(store: Store, point_id: str) -> None:
+    """Draw the series of a point's attempt that counts, or runs just now."""
     point = data.point(store, point_id)
     if point is None:
         return

@@ -162,7 +162,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     latest = point["again"] or point["state"]
     live = not PointState(latest).ended
     st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, latest)
-    live_series(store, point)
+    st.fragment(live_series, run_every=data.LIVE_SECONDS if point["running"] else None)(store, point_id)
     _measured(store, point)
     names = ["Environment", "Configuration", "Logs and artifacts"]
     first = names[0] if point["state"] == PointState.OK else names[2]

@@ -32,6 +32,7 @@ GROWTH = (
     "linear + quadratic describes the values better than any power, there is no exponent, and the growth is given as "
     "these parts' shares. A local exponent is the slope between neighbouring lengths."
 )
+_WAITING = (PointState.PENDING, PointState.RUNNING)
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 _NAME = 300  # characters shown of a name in a legend
 _LEGEND = "display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; font-size: 0.875rem"
@@ -151,20 +152,15 @@ def page() -> None:
         st.info("Choose a run under *Runs and filters*.", icon=":material/arrow_upward:")
         return
     states = data.states(store, run_ids=choice.run_ids)
-    if _waiting(states):
-        st.fragment(_follow, run_every=data.LIVE_SECONDS)(store, choice.run_ids, seen=_waiting(states))
+    if waiting := int(states["state"].isin(_WAITING).sum()):
+        st.fragment(_follow, run_every=data.LIVE_SECONDS)(store, choice.run_ids, seen=waiting)
     _results(store, choice, states)
-
-
-def _waiting(states: pd.DataFrame) -> int:
-    """Number of pending and running points."""
-    return len(states.loc[states["state"].isin([PointState.PENDING, PointState.RUNNING])])
 
 
 @data.explained
 def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
     """Show the progress of live runs, and redraw the page when a point has ended."""
-    if _waiting(data.states(store, run_ids=run_ids)) != seen:
+    if int(data.states(store, run_ids=run_ids)["state"].isin(_WAITING).sum()) != seen:
         st.rerun()
     st.info(f"Still measuring, {parts.count(seen, 'point')} to go; this page follows.", icon=":material/autorenew:")
     for run_id in run_ids:

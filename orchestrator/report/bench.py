@@ -84,6 +84,7 @@ class Bench:
 
     Attributes:
         name: the run's name; its id if several runs of the report share the name.
+        fullest: the pass of the rows and charts: forward+backward if planned, else forward.
         states: state of each timing point, by place and implementation (with its environment and interpreter, where
             the run has several), in the order of the run.
         values: measured values, by place, implementation and metric.
@@ -94,17 +95,13 @@ class Bench:
     """
 
     name: str
+    fullest: str
     states: Mapping[tuple[Place, str], str]
     values: Mapping[tuple[Place, str, str], float]
     routes: Mapping[tuple[Place, str], str]
     shares: Mapping[tuple[Place, str], BranchShares]
     peers: Mapping[tuple[Place, str], Figure]
     alike: Sequence[Bench] = ()
-
-    @property
-    def fullest(self) -> str:
-        """The pass of the rows and charts: forward+backward if planned, else forward."""
-        return fullest([place.pass_ for place, _ in self.states])
 
     def rows(self) -> list[tuple[Place, str]]:
         """Rows (place in the fullest pass, NSA implementation), by layout as in the run, implementation, length."""
@@ -185,7 +182,7 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
         at = _place(row), row["metric"]
         if at not in peers or row["value"] < peers[at].value:
             peers[at] = Figure(row["value"], row["implementation"])
-    return Bench(name, states, values, routes, shares, peers)
+    return Bench(name, fullest([at.pass_ for at, _ in states]), states, values, routes, shares, peers)
 
 
 def _place(row: Mapping[Any, Any]) -> Place:

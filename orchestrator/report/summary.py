@@ -63,7 +63,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
         if not shown:
             blank.append(decision.name)
             continue
-        console.print(_title(decision), style=_STYLE[decision.result])
+        console.print(f"{decision.result}  {decision.name}: {decision.title}", style=_STYLE[decision.result])
         console.print(f"  {decision.sentence}")
         print_verdicts(shown, console)
         if any(each not in shown for each in decision.verdicts if each.hardware):
@@ -106,7 +106,7 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
         why: also each rule with its evidence, and the SQL of the figures.
     """
     for decision in decisions:
-        console.print(_title(decision), style=_STYLE[decision.result])
+        console.print(f"{decision.result}  {decision.name}: {decision.title}", style=_STYLE[decision.result])
         asked = [each for each in QUESTIONS if any(each in verdict.questions for verdict in decision.verdicts)]
         head = "".join(f"{question:<10}" for question in asked)
         console.print(f"  {'':<13} {'':<8}{head}to find out", style="dim")
@@ -129,23 +129,15 @@ def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = F
 
 def _explain(decision: Decision, console: Console) -> None:
     """Print a decision's sentences, then of one machine what would settle it."""
-    for sentence in decision.sentences:
-        _wrapped(console, sentence)
+    for sentence in filter(None, decision.sentences):
+        console.print(fill(sentence, 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
     if len(decision.verdicts) == 1:
         for step in decision.steps:
             console.print(f"  {step.command or step.lacking}", style="cyan")
-            _wrapped(console, f"{total([step])}; settles {', '.join(step.settles)}".removeprefix("; "), "    ")
+            text = f"{total([step])}; settles {', '.join(step.settles)}".removeprefix("; ")
+            console.print(fill(text, 80, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False))
     elif decision.steps:
         console.print(f"  the commands: nsa plan {decision.name}")
-
-
-def _wrapped(console: Console, text: str, indent: str = "  ") -> None:
-    if text:
-        console.print(fill(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
-
-
-def _title(decision: Decision) -> str:
-    return f"{decision.result}  {decision.name}: {decision.title}"
 
 
 def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
