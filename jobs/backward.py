@@ -11,26 +11,26 @@ import json
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from jobs.measure.call import measure_call
-from jobs.measure.check import Agreement, WrongResult
+from jobs.measure.check import WrongResult
 from jobs.measure.clock import TimingSpec, synchronize
 from jobs.measure.isolation import trace_branch
 from jobs.measure.memory import measure_held, resident_bytes, tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase
-from jobs.measure.search import BISECTION, Bisection, Size, Untried
+from jobs.measure.search import BISECTION, Size, Untried, bisected
 from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
@@ -46,7 +46,6 @@ from jobs.specs.fields import (
     computes,
     implementation_names,
     preset_among,
-    torch_dtype,
 )
 from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
@@ -95,8 +94,7 @@ class CaseSpec(Strict):
         return [Variant(self, *each) for each in product(self.branches, sorted(self.repeats), self.anomaly)]
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A case with one branch or "all", one number of repeats, and anomaly mode or not."""
 
     case: CaseSpec
@@ -117,6 +115,9 @@ class DrillSpec(Strict):
     hang_in_layer: Layers = Field(description="the layer whose backward pass never ends")
     from_length: Length = Field(default=1, description="of the sequences for which it does not")
 
+    def hangs(self, layers: int, length: int) -> bool:
+        return layers >= self.hang_in_layer and length >= self.from_length
+
 
 class BisectSpec(Strict):
     """The search for the smallest size that fails, instead of the measurement of all sizes."""
@@ -127,23 +128,14 @@ class BisectSpec(Strict):
 
 
 class Case(PassCase):
-    """One size of a model.
-
-    Attributes:
-        repeats: times that a layer runs its attention, one after the other.
-        anomaly: PyTorch's anomaly mode.
-        hang_in_layer: layer whose backward pass never ends, for a drill; None: none.
-        timing: of the pass without the watch; None: a search times nothing.
-        search: label of the search that tries this size.
-        answer: metrics of a conclusion, which is not measured.
-    """
+    """One size of a model, with `repeats` and `anomaly` as in CaseSpec."""
 
     repeats: int
     anomaly: bool
-    hang_in_layer: int | None = None
-    timing: TimingSpec | None = None
-    search: str | None = None
-    answer: Mapping[str, float] | None = None
+    hang_in_layer: int | None = None  # its backward pass never ends, for a drill
+    timing: TimingSpec | None = None  # of the pass without the watch; None: a search times nothing
+    search: str | None = None  # label of the search that tries this size
+    answer: Mapping[str, float] | None = None  # metrics of a conclusion, which is not measured
 
 
 class Spec(JobSpec):
@@ -167,36 +159,31 @@ class Spec(JobSpec):
         for name in self.implementations:
             if not any(computes(name, branch) for branch in branches):
                 raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
-        if self.nsa is not None and self.nsa.compress == "mlp":
-            self._check_learned(self.nsa.cmp_block)
+        learned = self.nsa.cmp_block if self.nsa and self.nsa.compress == "mlp" else 0  # tokens compressed into one
+        for number, case in enumerate(self.cases if learned else ()):
+            if "slc" in case.branches:
+                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
+            if min(case.lengths) < learned and {"all", "cmp"} & set(case.branches):
+                raise ValueError(
+                    f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
+                    f"use at least nsa.cmp_block = {learned}"
+                )
         refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
         sizes = [size for case in self.cases for size in product(case.layers, case.lengths)]
-        drill = self.drill
-        if drill and not any(n >= drill.hang_in_layer and length >= drill.from_length for n, length in sizes):
+        if self.drill and not any(self.drill.hangs(*size) for size in sizes):
             raise ValueError(
-                f"drill.hang_in_layer: {drill.hang_in_layer}: no case has such a layer at {drill.from_length} tokens; "
-                "use one that a case has"
+                f"drill.hang_in_layer: {self.drill.hang_in_layer}: no case has such a layer at "
+                f"{self.drill.from_length} tokens; use one that a case has"
             )
-        labels = [
+        labels = Counter(
             variant.label(size)
             for case in self.cases
             for variant in case.variants()
             for size in ([None] if self.bisect else product(case.layers, case.lengths))
-        ]
-        if repeated := next((label for label in labels if labels.count(label) > 1), None):
+        )
+        if repeated := next((label for label, count in labels.items() if count > 1), None):
             raise ValueError(f"cases: {repeated!r} appears more than once; leave it out of one case")
         return self
-
-    def _check_learned(self, block: int) -> None:
-        """Refuse a learned compression where no gradient reaches it."""
-        for number, case in enumerate(self.cases):
-            if "slc" in case.branches:
-                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
-            if min(case.lengths) < block and {"all", "cmp"} & set(case.branches):
-                raise ValueError(
-                    f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
-                    f"use at least nsa.cmp_block = {block}"
-                )
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -212,12 +199,8 @@ class Spec(JobSpec):
         return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points of every case, smallest sizes first; an implementation is left out where it does not compute a branch.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
-        alone = window_reasons(machine, torch_dtype(self.precision))
+        """Points of every case, smallest sizes first, but for branches that an implementation does not compute."""
+        alone = window_reasons(machine, self.precision)
         for case in self.cases:
             refuse_unusable(self.implementations, machine, self.precision, MODELS[case.preset], alone)
         if self.bisect:
@@ -232,42 +215,32 @@ class Spec(JobSpec):
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
         """For each search the next size to try, or its conclusion; none without `bisect`."""
-        if self.bisect is None:
-            return ()
         tried: dict[str, dict[Size, EndedPoint]] = defaultdict(dict)
-        for each in (each for each in ended if each.point.conclusion is None):
+        for each in (each for each in ended if self.bisect and each.point.conclusion is None):
             size = Case.model_validate(each.point.config)
             tried[size.search or ""][size.model.layers, size.seq_len] = each
+        variants = [variant for case in self.cases for variant in case.variants()] if self.bisect else []
         found = []
-        variants = [variant for case in self.cases for variant in case.variants()]
         for variant, name in product(variants, self.implementations):
-            known = tried[f"{name} {variant.label()}"]
+            known = tried[search := f"{name} {variant.label()}"]
             if not computes(name, variant.branch) or any(each.state is PointState.LOST for each in known.values()):
                 continue  # a lost size has neither passed nor failed
             try:
-                answer = Bisection.of(variant.case.layers, variant.case.lengths, known)
+                metrics, sentence = bisected(variant.case.layers, variant.case.lengths, known)
             except Untried as untried:
                 found.append(self._point(machine, variant, name, untried.size))
                 continue
-            point, metrics = self._point(machine, variant, name, answer.largest), tuple(answer.metrics())
-            values = {metric.name: metric.value for metric in metrics}
-            concluded = Point(
-                kind="backward",
-                label=f"{name} {variant.label()}",
-                case=Case.model_validate({**point.config, "answer": values}),
-                axes=replace(point.axes, seq_len=None, layers=None),
-                conclusion=Conclusion(metrics, answer.sentence if answer.smallest else None),
-            )
-            found.append(concluded)
+            point = self._point(machine, variant, name, max(known))
+            answer = {metric.name: metric.value for metric in metrics}
+            case = Case.model_validate({**point.config, "answer": answer})
+            axes = replace(point.axes, seq_len=None, layers=None)
+            found.append(Point("backward", search, case, axes, conclusion=Conclusion(metrics, sentence)))
         return found
 
     def _point(self, machine: Machine, variant: Variant, name: str, size: Size) -> Point:
-        branch, repeats, preset = variant.branch, variant.repeats, variant.case.preset
-        layers, seq_len = size
-        base, drill = MODELS[preset], self.drill
+        (layers, seq_len), preset, branch, drill = size, variant.case.preset, variant.branch, self.drill
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
-        settings = {"backend": name, "nsa": self.nsa or base.nsa, "checkpointing": self.checkpointing}
-        hangs = drill is not None and layers >= drill.hang_in_layer and seq_len >= drill.from_length
+        settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
         case = Case(
             implementation=name,
             pass_="forward+backward",
@@ -275,18 +248,17 @@ class Spec(JobSpec):
             batch=self.batch,
             dtype=self.precision,
             **case_fields(self, machine),
-            model=replace(base, layers=layers, branches=branches, **settings),
-            repeats=repeats,
+            model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
+            repeats=variant.repeats,
             anomaly=variant.anomaly,
-            hang_in_layer=drill.hang_in_layer if drill is not None and hangs else None,
+            hang_in_layer=drill.hang_in_layer if drill and drill.hangs(*size) else None,
             timing=None if self.bisect else self.timing,
             search=f"{name} {variant.label()}" if self.bisect else None,
         )
-        needed = None
-        if not self.bisect and branch == ALL and repeats == 1 and predicts(name):
-            needed = case.estimate().total
+        predicted = not self.bisect and branch == ALL and variant.repeats == 1 and predicts(name)
+        needed = case.estimate().total if predicted else None
         anomaly = "on" if variant.anomaly else "off"
-        more = {"preset": preset, "branch": branch, "repeats": repeats, "anomaly": anomaly}
+        more = {"preset": preset, "branch": branch, "repeats": variant.repeats, "anomaly": anomaly}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         return Point(
             kind="backward",
@@ -309,39 +281,23 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """
     folder = Path(tempfile.gettempdir()) / FAILURE_FILES
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier point of this process
-    files: dict[str, str] = {}
+    files = {"trace.txt": trace_branch(case, case.model.branches[0])} if case.model.branches != BRANCHES else {}
 
-    def check() -> Agreement:
-        agreement = case.check()
-        if case.model.branches != BRANCHES:
-            settings = replace(case.model.nsa, compress="mean"), case.shape, case.torch_dtype, case.torch_device
-            files["trace.txt"] = trace_branch(case.model.branches[0], case.implementation, *settings, backward=True)
-        return agreement
+    def watched(call: BackwardPass) -> None:
+        watch = LayerWatch([*call.model.blocks], call.device, beat, folder, case.hang_in_layer)
+        files.update(watch.run(call.forward, call.backward))
 
-    def watch(call: BackwardPass) -> None:
-        files.update(call.watched(beat, folder))
-
-    def rest(call: BackwardPass, measured: Measurement) -> Measurement:
-        if {*case.model.branches} != set(measured.route) - {"select"}:
-            own, ran = ", ".join(sorted(case.model.branches)), ", ".join(measured.route)
-            raise WrongResult(f"{case.implementation}: a model of {own} ran {ran}")
-        metrics = measured.metrics
-        if case.search is None:
-            call.clear()
-            held = measure_held(call.forward, call.device, tensor_bytes(call.resident)) / 2**20
-            metrics = (Metric.of(FORWARD_MEMORY, held, method="all tensors while the loss is alive"), *metrics)
-        return replace(measured, metrics=metrics, files={**measured.files, **files})
-
-    return measure_call(
-        case,
-        check,
-        lambda: BackwardPass(case),
-        beat,
-        first_run=watch,
-        timing=case.timing,
-        memory=case.search is None,
-        then=rest,
-    )
+    how: dict[str, Any] = {"first_run": watched, "timing": case.timing, "memory": case.search is None}
+    call, measured = measure_call(case, lambda: BackwardPass(case), beat, **how)
+    if {*case.model.branches} != set(measured.route) - {"select"}:
+        own, ran = ", ".join(sorted(case.model.branches)), ", ".join(measured.route)
+        raise WrongResult(f"{case.implementation}: a model of {own} ran {ran}")
+    metrics = measured.metrics
+    if case.search is None:
+        call.clear()
+        held = measure_held(call.forward, call.device, tensor_bytes(call.resident)) / 2**20
+        metrics = (Metric.of(FORWARD_MEMORY, held, method="all tensors while the loss is alive"), *metrics)
+    return replace(measured, metrics=metrics, files={**measured.files, **files})
 
 
 class BackwardPass(ModelPass):
@@ -349,22 +305,17 @@ class BackwardPass(ModelPass):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self._case = case
-        if case.repeats > 1:
-            for block in self.model.blocks:
-                block.attention = Repeated(block.get_submodule("attention"), case.repeats)
+        self._anomaly = case.anomaly
+        for block in self.model.blocks if case.repeats > 1 else ():
+            block.attention = Repeated(block.get_submodule("attention"), case.repeats)
 
     def forward(self) -> Tensor:
-        with torch.autograd.set_detect_anomaly(self._case.anomaly):
+        with torch.autograd.set_detect_anomaly(self._anomaly):
             return super().forward()
 
-    def _backward(self, loss: Tensor) -> None:
-        with torch.autograd.set_detect_anomaly(self._case.anomaly):
-            super()._backward(loss)
-
-    def watched(self, beat: Beat, folder: Path) -> dict[str, str]:
-        watch = LayerWatch([*self.model.blocks], self.device, beat, folder, self._case.hang_in_layer)
-        return watch.run(self.forward, self._backward)
+    def backward(self, loss: Tensor) -> None:
+        with torch.autograd.set_detect_anomaly(self._anomaly):
+            super().backward(loss)
 
 
 class Repeated(nn.Module):
@@ -396,43 +347,28 @@ class PassFailed(Exception):  # noqa: N818 - as above
 
 @dataclass(frozen=True)
 class Mark:
-    """A place of the pass that was reached.
+    """A place of the pass that was reached."""
 
-    Attributes:
-        place: "forward of layer 2", "backward of layer 2".
-        seconds: since the pass began.
-        allocated_mib, reserved_mib: memory of the CUDA allocator; None on a CPU.
-        resident_mib: the process's resident set.
-        finite: whether all values are finite that arrived there: the layer's input, or the gradient of its output.
-    """
-
-    place: str
-    seconds: float
-    allocated_mib: float | None
+    place: str  # "forward of layer 2", "backward of layer 2"
+    seconds: float  # since the pass began
+    allocated_mib: float | None  # of the CUDA allocator; None on a CPU
     reserved_mib: float | None
-    resident_mib: float
-    finite: bool
+    resident_mib: float  # of the process
+    finite: bool  # whether all values are that arrived there: the layer's input, or the gradient of its output
 
 
+@dataclass
 class LayerWatch:
-    """Watches one pass of layers that follow each other.
+    """Watches one pass of layers that follow each other."""
 
-    Args:
-        layers: the layers, first to last; told as layer 1, 2, ...
-        device: the device that computes them.
-        beat: gets each place when it is reached.
-        folder: for files that outlive a pass that never ends; made if it is missing.
-        hang_in: number of a layer whose backward pass shall never end, for a drill; None: none.
-    """
-
-    def __init__(
-        self, layers: Sequence[nn.Module], device: torch.device, beat: Beat, folder: Path, hang_in: int | None = None
-    ) -> None:
-        self._layers, self._device, self._beat = layers, device, beat
-        self._folder, self._hang_in = folder, hang_in
-        self._marks: list[Mark] = []
-        self._back = False  # whether the backward pass has begun
-        self._start = 0.0
+    layers: Sequence[nn.Module]  # first to last; named layer 1, 2, ...
+    device: torch.device
+    beat: Beat  # gets each place when it is reached
+    folder: Path  # for files that outlive a pass that never ends; made if it is missing
+    hang_in: int | None = None  # number of a layer whose backward pass shall never end, for a drill
+    marks: list[Mark] = field(default_factory=list)
+    back: bool = False  # whether the backward pass has begun
+    start: float = 0.0
 
     def run(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> dict[str, str]:
         """Run the pass once; returns its marks and the memory around the backward pass, as files by name.
@@ -441,33 +377,33 @@ class LayerWatch:
             BrokenGradient: a gradient is missing or not finite, or the loss is not.
             PassFailed: the pass raised; the message begins with the place that was reached last.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._start = time.perf_counter()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.start = time.perf_counter()
         with ExitStack() as hooks:
-            for number, layer in enumerate(self._layers, 1):
+            for number, layer in enumerate(self.layers, 1):
                 hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, number)))
                 hooks.enter_context(layer.register_forward_hook(partial(self._leave, number)))
             try:
                 loss = forward()
                 self._reach("backward of the loss", 0, loss)
-                before = memory_report(self._device)
-                self._back = self._marks[-1].finite
-                if self._back:
+                before = memory_report(self.device)
+                self.back = self.marks[-1].finite
+                if self.back:
                     backward(loss)
-                    self._reach("end of the backward pass", len(self._layers))
+                    self._reach("end of the backward pass", len(self.layers))
             except (RuntimeError, MemoryError) as err:
-                place = self._marks[-1].place if self._marks else "start of the forward pass"
+                place = self.marks[-1].place if self.marks else "start of the forward pass"
                 raise PassFailed(f"{place}: {type(err).__name__}: {err}") from err
-        if not self._back:
-            place = next(mark.place for mark in self._marks if not mark.finite)
+        if not self.back:
+            place = next(mark.place for mark in self.marks if not mark.finite)
             raise BrokenGradient(f"the loss is {loss.item()}; values are not finite from here on: {place}")
-        self._check()
-        after = memory_report(self._device)
-        return {LAYERS: self._marks_text(), "memory_before.txt": before, "memory_after.txt": after}
+        self._check_gradients()
+        marks = (self.folder / LAYERS).read_text()
+        return {LAYERS: marks, "memory_before.txt": before, "memory_after.txt": memory_report(self.device)}
 
     def _enter(self, number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-        count = len(self._layers)
-        if self._back:
+        count = len(self.layers)
+        if self.back:
             self._reach(f"recomputation of layer {number}", count - number, args[0])
             return
         self._reach(f"forward of layer {number}", number - 1, args[0])
@@ -477,47 +413,44 @@ class LayerWatch:
     def _leave(self, number: int, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
         def _arrive(grad: Tensor) -> None:
             """The gradient of the layer's output is there: its backward pass begins."""
-            self._reach(f"backward of layer {number}", len(self._layers) - number, grad)
-            while number == self._hang_in:
+            self._reach(f"backward of layer {number}", len(self.layers) - number, grad)
+            while number == self.hang_in:
                 time.sleep(3600)
 
-        if not self._back and out.requires_grad:
+        if not self.back and out.requires_grad:
             out.register_hook(_arrive)
 
     def _reach(self, place: str, done: int, arrived: Tensor | None = None) -> None:
-        synchronize(self._device)
-        self._beat(place, done, len(self._layers))
+        synchronize(self.device)
+        self.beat(place, done, len(self.layers))
         finite = arrived is None or bool(arrived.detach().isfinite().all())
-        on_gpu = self._device.type == "cuda"
-        allocated = torch.cuda.memory_allocated(self._device) / _MIB if on_gpu else None
-        reserved = torch.cuda.memory_reserved(self._device) / _MIB if on_gpu else None
-        seconds, resident = time.perf_counter() - self._start, resident_bytes() / _MIB
-        self._marks.append(Mark(place, seconds, allocated, reserved, resident, finite))
-        (self._folder / LAYERS).write_text(self._marks_text())
-        if on_gpu:
-            (self._folder / STATS).write_text(json.dumps(torch.cuda.memory_stats(self._device), indent=1))
+        stats = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
+        allocated = stats["allocated_bytes.all.current"] / 2**20 if stats else None
+        reserved = stats["reserved_bytes.all.current"] / 2**20 if stats else None
+        seconds = time.perf_counter() - self.start
+        self.marks.append(Mark(place, seconds, allocated, reserved, resident_bytes() / 2**20, finite))
+        lines = ",\n".join(json.dumps(asdict(mark)) for mark in self.marks)
+        (self.folder / LAYERS).write_text(f"[\n{lines}\n]\n")
+        if stats:
+            (self.folder / STATS).write_text(json.dumps(stats, indent=1))
 
-    def _marks_text(self) -> str:
-        return "[\n" + ",\n".join(json.dumps(asdict(mark)) for mark in self._marks) + "\n]\n"
-
-    def _check(self) -> None:
+    def _check_gradients(self) -> None:
         """Raise BrokenGradient for the first layer, in the order of the backward pass, without a good gradient."""
-        reached = {mark.place: mark.finite for mark in self._marks}
-        count = len(self._layers)
+        reached = {mark.place: mark.finite for mark in self.marks}
+        count = len(self.layers)
         for number in range(count, 0, -1):
-            name = f"layer {number} of {count}"
+            none = f"layer {number} of {count} is the first without a gradient"
+            infinite = f"layer {number} of {count} is the first with a gradient that is not finite"
             if (finite := reached.get(f"backward of layer {number}")) is None:
-                raise BrokenGradient(f"{name} is the first without a gradient: none reaches its output")
+                raise BrokenGradient(f"{none}: none reaches its output")
             if not finite:
                 source = "the loss" if number == count else f"the backward pass of layer {number + 1}"
-                raise BrokenGradient(f"{name} is the first with a gradient that is not finite; it comes from {source}")
-            for parameter, weight in self._layers[number - 1].named_parameters():
-                if not weight.requires_grad:
-                    continue
-                if (gradient := weight.grad) is None:
-                    raise BrokenGradient(f"{name} is the first without a gradient: {parameter} has none")
-                if not gradient.isfinite().all():
-                    raise BrokenGradient(f"{name} is the first with a gradient that is not finite: that of {parameter}")
+                raise BrokenGradient(f"{infinite}; it comes from {source}")
+            for parameter, weight in self.layers[number - 1].named_parameters():
+                if weight.requires_grad and weight.grad is None:
+                    raise BrokenGradient(f"{none}: {parameter} has none")
+                if weight.grad is not None and not weight.grad.isfinite().all():
+                    raise BrokenGradient(f"{infinite}: that of {parameter}")
 
 
 def memory_report(device: torch.device) -> str:

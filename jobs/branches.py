@@ -14,30 +14,19 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jobs.measure.call import bare_model, measure_call
-from jobs.measure.check import Agreement
 from jobs.measure.isolation import trace_branch
 from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
-from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS_ERROR, ROWS_ERROR_BOUND, TELEMETRY, THROUGHPUT, TIME
-from jobs.specs.fields import (
-    WINDOW_ALONE,
-    BareNSA,
-    Count,
-    HeadsSpec,
-    Passes,
-    Unique,
-    computes,
-    implementation_names,
-    torch_dtype,
-)
+from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
+from jobs.specs.fields import WINDOW_ALONE, BareNSA, Count, HeadsSpec, Passes, Unique, computes, implementation_names
 from jobs.specs.fit import refuse_unusable, window_reasons
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
-QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, ROWS_ERROR, ROWS_ERROR_BOUND, *TELEMETRY)
+QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *ROWS, *TELEMETRY)
 AXES = (Axis("branch", "text", "branch"),)
 
 
@@ -73,12 +62,8 @@ class Spec(SweepSpec):
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points of the whole grid, shortest lengths first; a backend is left out where it does not compute a branch.
-
-        Raises:
-            SpecError: a backend cannot run on this machine.
-        """
-        heads, alone = self.shape, window_reasons(machine, torch_dtype(self.dtype))
+        """Points of the grid, shortest lengths first, but for branches that a backend does not compute."""
+        heads, alone = self.shape, window_reasons(machine, self.dtype)
         model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
         refuse_unusable(self.backends, machine, self.dtype, model, alone, "backends")
         sweep = Sweep(self, machine, Case, model, self.batch)
@@ -92,20 +77,7 @@ class Spec(SweepSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Trace a branch, compare it with the oracle, and measure its time and memory.
-
-    Raises:
-        WrongResult: it disagrees with the oracle, or ran something of another branch.
-        And as measure_call.
-    """
-    files = {}
-
-    def check() -> Agreement:
-        agreement = case.check()
-        if case.branch != ALL:
-            settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, case.torch_device
-            files["trace.txt"] = trace_branch(case.branches[0], *settings, backward=case.backward)
-        return agreement
-
-    measured = measure_call(case, check, case.call, beat, timing=case.timing)
+    """Trace a branch, which may run nothing of another one, and measure it. Raises as measure_call."""
+    files = {"trace.txt": trace_branch(case, case.branches[0])} if case.branch != ALL else {}
+    _, measured = measure_call(case, case.call, beat, timing=case.timing)
     return replace(measured, files={**measured.files, **files})

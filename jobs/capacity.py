@@ -20,7 +20,7 @@ from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
 from jobs.measure.model_pass import ModelPass, PassCase, PresetSpec
-from jobs.measure.search import Untried, last_that_fits
+from jobs.measure.search import Untried, last_that_fits, outcome
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
@@ -47,15 +47,10 @@ _STEPS = 3  # timed at the longest length
 
 
 class Case(PassCase):
-    """A few steps at one length.
+    """A few steps at one length."""
 
-    Attributes:
-        limit_bytes: memory that they may use.
-        answer: metrics of a conclusion, which is not measured.
-    """
-
-    limit_bytes: int
-    answer: Mapping[str, float] | None = None
+    limit_bytes: int  # memory that they may use
+    answer: Mapping[str, float] | None = None  # metrics of a conclusion, which is not measured
 
 
 class Spec(PresetSpec):
@@ -70,11 +65,7 @@ class Spec(PresetSpec):
     plan: TrainingPlan | None = Field(default=None, description="a long run, for which slower lengths do not count")
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """The first trial of each implementation, batch and checkpointing: the longest length predicted to fit.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
+        """The first trial of each implementation, batch and checkpointing: the longest length predicted to fit."""
         self.refuse_unusable(machine)
         return self.next_points(machine, ())
 
@@ -88,64 +79,9 @@ class Spec(PresetSpec):
         for series in product(self.implementations, self.batches, self.checkpointing):
             known = tried[series]
             if all(each.state in (PointState.OK, PointState.OOM) for each in known.values()):
-                found.append(self._next(machine, series, known))
+                cases = [self._case(machine, series, length) for length in sorted(self.lengths)]
+                found.append(self._next(machine, cases, known))
         return found
-
-    def _next(self, machine: Machine, series: tuple[str, int, bool], tried: Mapping[int, EndedPoint]) -> Point:
-        lengths = sorted(self.lengths)
-        cases = [self._case(machine, series, length) for length in lengths]
-        predicted_to_fit = 0  # number of lengths, from the shortest on
-        if predicts(series[0]):
-            predicted_to_fit = sum(case.estimate().total <= case.limit_bytes for case in cases)
-        try:
-            longest = last_that_fits(
-                lambda place: _tried(tried, lengths[place]).state is PointState.OK,
-                len(lengths),
-                max(predicted_to_fit - 1, 0),
-            )
-            metrics, warning = self._answer(lengths, longest, tried)
-        except Untried as untried:
-            return self._trial(machine, cases[lengths.index(untried.size)])
-        if predicted_to_fit:
-            longest_predicted = lengths[predicted_to_fit - 1]
-            metrics.append(Metric.of(LONGEST_PREDICTED, longest_predicted, method="nsa_core.memory"))
-        answered = cases[0].model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
-        return _point(answered, "", None, conclusion=Conclusion(tuple(metrics), warning))
-
-    def _answer(
-        self, lengths: Sequence[int], longest: int | None, tried: Mapping[int, EndedPoint]
-    ) -> tuple[list[Metric], str | None]:
-        """Metrics of a search that is over, and a warning if no length is fast enough for the plan.
-
-        Raises:
-            Untried: the plan asks for the speed of another length.
-        """
-        if longest is None:
-            warning = f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones"
-            return [Metric.of(SHORTEST_FAILED, lengths[0], method="the first of the spec's lengths")], warning
-        best, warning = tried[lengths[longest]].metrics, None
-        metrics = [Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, a few steps of training")]
-        for quantity in (THROUGHPUT, *MEMORY):
-            if quantity.name in best:
-                metrics.append(Metric.of(quantity, best[quantity.name], method="at the longest length"))
-        if longest + 1 < len(lengths):
-            metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
-        if self.plan is not None:
-            needed = self.plan.needed
-            metrics.append(Metric.of(THROUGHPUT_NEEDED, needed, method="planned tokens over planned hours"))
-            rates = {}
-            for length in reversed(lengths[: longest + 1]):
-                rates[length] = _tried(tried, length).metrics[THROUGHPUT.name]
-                if rates[length] >= needed:
-                    method = f"median of steps: {rates[length]:,.0f} tok/s, of which the plan needs {needed:,.0f}"
-                    metrics.append(Metric.of(LONGEST_IN_PLAN, length, method=method))
-                    return metrics, None
-            fastest = max(rates, key=lambda length: rates[length])
-            warning = (
-                f"plan: no length that fits trains at the {needed:,.0f} tok/s that it needs; the fastest, S={fastest}, "
-                f"at {rates[fastest]:,.0f}"
-            )
-        return metrics, warning
 
     def _case(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> Case:
         implementation, batch, checkpointing = series
@@ -163,18 +99,66 @@ class Spec(PresetSpec):
             limit_bytes=limit,
         )
 
-    def _trial(self, machine: Machine, case: Case) -> Point:
-        """A length to try, also where it is predicted not to fit; skipped where not even the weights do."""
-        estimate = case.estimate() if predicts(case.implementation) else None
-        weights = None if estimate is None else estimate.parameters + estimate.optimizer
-        skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset")
-        return _point(
-            case,
-            f" S={case.seq_len}",
-            case.seq_len,
-            estimate_bytes=None if estimate is None else estimate.total,
-            skip_reason=skip,
-            answers=frozenset({PointState.OOM}),
+    def _next(self, machine: Machine, cases: Sequence[Case], tried: Mapping[int, EndedPoint]) -> Point:
+        """The next length to try, also where it is predicted not to fit; skipped where not even the weights do."""
+        lengths = [case.seq_len for case in cases]
+        estimates = [case.estimate() if predicts(case.implementation) else None for case in cases]
+        fit = sum(x is not None and x.total <= case.limit_bytes for x, case in zip(estimates, cases, strict=True))
+
+        def fits(place: int) -> bool:
+            return outcome(tried, lengths[place]).state is PointState.OK
+
+        try:
+            metrics, warning = self._answer(lengths, last_that_fits(fits, len(lengths), max(fit - 1, 0)), tried)
+        except Untried as untried:
+            place = lengths.index(untried.size)
+            estimate = estimates[place]
+            weights = None if estimate is None else estimate.parameters + estimate.optimizer
+            return _point(
+                cases[place],
+                f" S={untried.size}",
+                untried.size,
+                estimate_bytes=None if estimate is None else estimate.total,
+                skip_reason=does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset"),
+                answers=frozenset({PointState.OOM}),
+            )
+        if fit:
+            metrics.append(Metric.of(LONGEST_PREDICTED, lengths[fit - 1], method="nsa_core.memory"))
+        answered = cases[0].model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
+        return _point(answered, "", None, conclusion=Conclusion(tuple(metrics), warning))
+
+    def _answer(
+        self, lengths: Sequence[int], longest: int | None, tried: Mapping[int, EndedPoint]
+    ) -> tuple[list[Metric], str | None]:
+        """Metrics of a search that is over, and a warning if no length is fast enough for the plan.
+
+        Raises:
+            Untried: the plan asks for the speed of another length.
+        """
+        if longest is None:
+            warning = f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones"
+            return [Metric.of(SHORTEST_FAILED, lengths[0], method="the first of the spec's lengths")], warning
+        best = tried[lengths[longest]].metrics
+        metrics = [Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, a few steps of training")]
+        for quantity in (THROUGHPUT, *MEMORY):
+            if quantity.name in best:
+                metrics.append(Metric.of(quantity, best[quantity.name], method="at the longest length"))
+        if longest + 1 < len(lengths):
+            metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
+        if self.plan is None:
+            return metrics, None
+        needed, rates = self.plan.needed, {}
+        metrics.append(Metric.of(THROUGHPUT_NEEDED, needed, method="planned tokens over planned hours"))
+        for length in reversed(lengths[: longest + 1]):
+            rates[length] = outcome(tried, length).metrics[THROUGHPUT.name]
+            if rates[length] >= needed:
+                method = f"median of steps: {rates[length]:,.0f} tok/s, of which the plan needs {needed:,.0f}"
+                metrics.append(Metric.of(LONGEST_IN_PLAN, length, method=method))
+                return metrics, None
+        fastest = max(rates, key=lambda length: rates[length])
+        return metrics, (
+            f"plan: no length that fits trains at the {needed:,.0f} tok/s that it needs; the fastest, S={fastest}, "
+            f"at {rates[fastest]:,.0f}"
         )
 
 
@@ -185,28 +169,15 @@ def _point(case: Case, ending: str, seq_len: int | None, **fields: Any) -> Point
     return Point(kind="capacity", label=label, case=case, axes=axes, **fields)
 
 
-def _tried(tried: Mapping[int, EndedPoint], length: int) -> EndedPoint:
-    if length not in tried:
-        raise Untried(length)
-    return tried[length]
-
-
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Check the model, then train a few steps at one length.
-
-    Raises:
-        As measure_call.
-    """
-
-    def steps(call: ModelPass, measured: Measurement) -> Measurement:
-        beat("steps")
-        rates = []
-        for _ in range(_STEPS):
-            call.clear()
-            start = time.perf_counter()
-            call.run()
-            synchronize(call.device)
-            rates.append(case.tokens / (time.perf_counter() - start))
-        return replace(measured, metrics=(summarize(THROUGHPUT, rates, "steps"), *measured.metrics))
-
-    return measure_call(case, case.check, lambda: ModelPass(case), beat, then=steps)
+    """Check the model, then train a few steps at one length. Raises as measure_call."""
+    call, measured = measure_call(case, lambda: ModelPass(case), beat)
+    beat("steps")
+    rates = []
+    for _ in range(_STEPS):
+        call.clear()
+        start = time.perf_counter()
+        call.run()
+        synchronize(call.device)
+        rates.append(case.tokens / (time.perf_counter() - start))
+    return replace(measured, metrics=(summarize(THROUGHPUT, rates, "steps"), *measured.metrics))

@@ -7,27 +7,23 @@ kernels compute the step, replays of a CUDA graph are timed, else eager calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs.measure import check
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
+from jobs.measure.check import Agreement, judge, small_case
 from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.specs.fields import (
-    HeadsSpec,
-    Layers,
-    Unique,
-    implementation_names,
-)
+from jobs.specs.fields import HeadsSpec, Layers, Unique, implementation_names
 from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core import NSAConfig, compress, nsa_attention
@@ -58,6 +54,28 @@ class Case(ModelCase):
         """A step makes one of each sequence."""
         return self.batch
 
+    def check(self) -> Agreement:
+        """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
+
+        Their number completes a compressed token. All sides use the same rounded keys. A learned compression needs a
+        layer; the mean replaces it here.
+
+        Raises:
+            WrongResult: the error exceeds the bound of `judge`.
+        """
+        config = replace(self.model.nsa, compress="mean")
+        heads, seq_len = small_case(config, self.shape)
+        model = replace(self.model, heads=heads.query_heads, kv_heads=heads.kv_heads, nsa=config)
+        small, steps = self.model_copy(update={"model": model}), config.cmp_stride + 1
+        tokens = _tokens(small, 1, seq_len, self.seed)
+        cache = _prefilled(small, tokens, seq_len - steps)
+        singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
+        got = torch.cat([_step(small, single, cache) for single in singles], 1)
+        eager = _last_rows(small, tokens, steps, "naive", self.torch_dtype)
+        truth = _last_rows(small, tokens, steps, "reference", torch.float64)
+        outputs = {"output": got}, {"output": eager}, {"output": truth}
+        return judge(*outputs, self.torch_dtype, f"{steps} steps to S={seq_len}, {heads}", self.implementation)
+
 
 class Spec(WorkloadSpec):
     """A sweep of context lengths x implementations."""
@@ -71,30 +89,21 @@ class Spec(WorkloadSpec):
     shape: HeadsSpec | None = Field(default=None, description="instead of a preset, for workload attention")
 
     @model_validator(mode="after")
-    def _check_shape(self) -> Spec:
+    def _check_shape(self) -> Self:
         if self.preset is None and (self.shape is None or self.workload == "model"):
             raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
         refuse_idle(self, self.nsa, self.implementations, None)
         return self
 
-    @property
-    def model(self) -> ModelConfig:
-        """The model, or the model whose attention is measured."""
-        return self.model_of(self.layers)
-
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points, shortest contexts first.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
-        refuse_unusable(self.implementations, machine, self.dtype, self.model, {DENSE: None})
-        points = []
+        """Points, shortest contexts first."""
+        base, points = self.model_of(self.layers), []
+        refuse_unusable(self.implementations, machine, self.dtype, base, {DENSE: None})
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
-            attention = {"attention": DENSE} if implementation == DENSE else {"backend": implementation}
-            model = replace(self.model, **attention)
+            dense = implementation == DENSE
+            model = replace(base, **({"attention": DENSE} if dense else {"backend": implementation}))
             if self.workload == "attention":
-                nsa = NSAConfig() if implementation == DENSE else model.nsa  # dense attention has none
+                nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
                 sizes = {"nsa": nsa, "attention": model.attention, "backend": model.backend}
                 model = bare_model(model.heads, model.kv_heads, model.head_dim, model.layers, **sizes)
             case = Case(
@@ -109,15 +118,9 @@ class Spec(WorkloadSpec):
                 timing=self.timing,
             )
             needed = held_bytes(model, self.batch, seq_len, case.torch_dtype.itemsize)
-            points.append(
-                Point(
-                    kind="decode",
-                    label=f"{implementation} decode S={seq_len}",
-                    case=case,
-                    axes=case.axes(layers=model.layers),  # steps go through all of them
-                    skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers"),
-                )
-            )
+            skip = does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers")
+            axes = case.axes(layers=model.layers)  # steps go through all of them
+            points.append(Point("decode", f"{implementation} decode S={seq_len}", case, axes, skip_reason=skip))
         return points
 
 
@@ -154,15 +157,10 @@ def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> f
 
 @torch.no_grad()
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Check one point and measure its time.
-
-    Raises:
-        As measure_call.
-    """
-    measured = measure_call(
+    """Check one point and measure its time. Raises as measure_call."""
+    _, measured = measure_call(
         case,
-        lambda: check_steps(case),
-        lambda: (model_step if case.workload == "model" else attention_step)(case, beat),
+        lambda: steps_of(case, beat),
         beat,
         timing=case.timing,
         throughput=STEP_THROUGHPUT,
@@ -174,30 +172,40 @@ def measure(case: Case, beat: Beat) -> Measurement:
     return replace(measured, metrics=(*measured.metrics, counted))
 
 
-def attention_step(case: Case, beat: Beat) -> FunctionCall:
-    """A step of every layer's attention on random tokens; it takes unrotated queries, keys and values."""
-    caches = _filled(case, beat)
-    token = _tokens(case, case.batch, 1, case.seed + 1)
-    rewind = _rewinding(caches, case.seq_len - 1)
+def steps_of(case: Case, beat: Beat) -> FunctionCall:
+    """A step of every layer's attention on random tokens, or of the whole model up to the logits.
 
-    def step() -> list[Tensor]:
-        rewind()
-        return [_step(case, token, cache) for cache in caches]
-
-    return FunctionCall(step, [])
-
-
-def model_step(case: Case, beat: Beat) -> FunctionCall:
-    """A step of the whole model up to the logits, after random keys and values."""
+    The caches are full but for one token, which a step stores and the next one removes, in one operation on the device.
+    """
     torch.manual_seed(case.seed)
-    model = NSATransformer(case.model).to(case.torch_device, case.torch_dtype).eval()
-    caches = _filled(case, beat)
-    token = torch.randint(case.model.vocab_size, (case.batch, 1), device=case.torch_device)
-    rewind = _rewinding(caches, case.seq_len - 1)
+    device, dtype, model, held = case.torch_device, case.torch_dtype, case.model, case.seq_len - 1
+    whole = NSATransformer(model).to(device, dtype).eval() if case.workload == "model" else None
+    generator = torch.Generator(device).manual_seed(case.seed)
+    caches: list[LayerCache] = []
+    for layer in range(model.layers):
+        beat("caches", layer, model.layers)
+        size = case.batch, held, model.kv_heads, model.head_dim
+        x = torch.randn(size, generator=generator, dtype=dtype, device=device)  # which does not influence the time
+        if model.attention == DENSE:
+            cache = DenseCache(case.seq_len)
+            cache.take(x, x)
+        else:
+            cache, seen = NSACache(model.nsa, case.seq_len), model.nsa.cmp_tokens(held)
+            cache.take((x, x, x), (x, x, x))
+            cache.add_compressed(x[:, :seen], x[:, :seen])
+        caches.append(cache)
+    assert caches[0].position is not None
+    positions = caches[0].position.new_full((len(caches), 4), held)
+    for cache, position in zip(caches, positions, strict=True):
+        cache.position = position[:1]  # four numbers apart: kernels want their pointers aligned
+    tokens = _tokens(case, case.batch, 1, case.seed + 1)
+    token = torch.randint(model.vocab_size, (case.batch, 1), device=device)
 
-    def step() -> Tensor:
-        rewind()
-        return model(token, cache=caches)
+    def step() -> object:
+        positions.fill_(held)
+        for cache in caches:
+            cache.note_length(held)
+        return [_step(case, tokens, cache) for cache in caches] if whole is None else whole(token, cache=caches)
 
     return FunctionCall(step, [])
 
@@ -207,19 +215,15 @@ def _step(case: Case, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
     q, k, v = token["q"], token["k"], token["v"]
     if isinstance(cache, DenseCache):
         return dense_step(q, k[:, :, 1], v[:, :, 1], cache, theta=_THETA)
-    means = _means(cache.config)
+    means = partial(_means, cache.config)
     return nsa_step(q, k, v, token["gates"], cache, theta=_THETA, compress=means, backend=case.implementation)
 
 
-def _means(config: NSAConfig) -> Callable[[Tensor, Tensor, Tensor | int], tuple[Tensor, Tensor]]:
+def _means(config: NSAConfig, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
     """Mean compression of keys, rotated to the position of their block's first token, and of values."""
-
-    def compressed(k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
-        k = compress(k, config)
-        starts = torch.arange(k.shape[1], device=k.device) * config.cmp_stride + position
-        return rotate(k, *angles(starts, k.shape[-1], _THETA, k.dtype)), compress(v, config)
-
-    return compressed
+    k = compress(k, config)
+    starts = torch.arange(k.shape[1], device=k.device) * config.cmp_stride + position
+    return rotate(k, *angles(starts, k.shape[-1], _THETA, k.dtype)), compress(v, config)
 
 
 def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]:
@@ -231,76 +235,16 @@ def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]
     return {name: torch.randn(batch, tokens, *size, **options) for name, size in sizes.items()}
 
 
-def _filled(case: Case, beat: Beat) -> list[LayerCache]:
-    """One cache for each layer, full but for one token. The content does not influence the time."""
-    generator, held, model = torch.Generator(case.torch_device).manual_seed(case.seed), case.seq_len - 1, case.model
-    size = (case.batch, held, model.kv_heads, model.head_dim)
-    caches: list[LayerCache] = []
-    for layer in range(model.layers):
-        beat("caches", layer, model.layers)
-        x = torch.randn(size, generator=generator, dtype=case.torch_dtype, device=case.torch_device)
-        if model.attention == DENSE:
-            cache = DenseCache(case.seq_len)
-            cache.take(x, x)
-        else:
-            cache, seen = NSACache(model.nsa, case.seq_len), model.nsa.cmp_tokens(held)
-            cache.take((x, x, x), (x, x, x))
-            cache.add_compressed(x[:, :seen], x[:, :seen])
-        caches.append(cache)
-    return caches
-
-
-def _rewinding(caches: list[LayerCache], held: int) -> Callable[[], None]:
-    """A function that makes all caches hold `held` tokens again, in one operation on the device."""
-    first = caches[0].position
-    assert first is not None
-    positions = first.new_full((len(caches), 4), held)
-    for cache, position in zip(caches, positions, strict=True):
-        cache.position = position[:1]  # four numbers apart: kernels want their pointers aligned
-
-    def rewind() -> None:
-        positions.fill_(held)
-        for cache in caches:
-            cache.note_length(held)
-
-    return rewind
-
-
-def check_steps(case: Case) -> check.Agreement:
-    """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
-
-    The case has at most two kv heads, one block more than a query selects, and enough steps to complete a compressed
-    token. All sides use the same rounded keys. A learned compression needs a layer; the mean replaces it here.
-
-    Raises:
-        WrongResult: the error exceeds the bound of `check.judge`.
-    """
-    model, kv_heads = case.model, min(case.model.kv_heads, 2)
-    config, heads = replace(model.nsa, compress="mean"), kv_heads * (model.heads // model.kv_heads)
-    small = case.model_copy(update={"model": replace(model, heads=heads, kv_heads=kv_heads, nsa=config)})
-    steps = config.cmp_stride + 1
-    seq_len = (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
-    tokens = _tokens(small, 1, seq_len, case.seed)
-    cache = _prefilled(small, tokens, seq_len - steps)
-    singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
-    got = torch.cat([_step(small, single, cache) for single in singles], 1)
-    truth = _last_rows(small, tokens, steps, "reference", torch.float64)
-    eager = _last_rows(small, tokens, steps, "naive", case.torch_dtype)
-    where = f"{steps} steps to S={seq_len}, {heads}/{kv_heads} heads of {model.head_dim}"
-    outputs = {"output": got}, {"output": eager}, {"output": truth}
-    return check.judge(*outputs, case.torch_dtype, where, case.implementation)
-
-
 def _prefilled(case: Case, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
     """A cache that holds the first `held` tokens."""
     _, k, v = _rotated({name: x[:, :held] for name, x in tokens.items()})
     if case.model.attention == DENSE:
         cache = DenseCache()
         cache.take(k[1], v[1])
-        return cache
-    cache = NSACache(case.model.nsa)
-    cache.take(k, v)
-    cache.add_compressed(*_means(case.model.nsa)(k[0], v[0], 0))
+    else:
+        cache = NSACache(case.model.nsa)
+        cache.take(k, v)
+        cache.add_compressed(*_means(case.model.nsa, k[0], v[0], 0))
     return cache
 
 
@@ -308,7 +252,7 @@ def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str
     """Attention [1,rows,Hq,D] of the last rows to all tokens; rotated in the given dtype, then computed in `dtype`."""
     config = case.model.nsa
     q, k, v = _rotated(tokens)
-    k_cmp, v_cmp = (x.to(dtype) for x in _means(config)(k[0], v[0], 0))
+    k_cmp, v_cmp = (x.to(dtype) for x in _means(config, k[0], v[0], 0))
     q, gates = q[:, -rows:].to(dtype), torch.sigmoid(tokens["gates"])[:, -rows:].to(dtype)
     keys, values = ((cmp.to(dtype), slc.to(dtype), win.to(dtype)) for cmp, slc, win in (k, v))
     if case.model.attention == DENSE:

@@ -7,13 +7,13 @@ A point is one implementation and length: a model trained from nothing by the lo
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import fmean
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,7 +23,6 @@ from jobs.diagnosis.rank_state import BOOT, LOADER, Notes
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
-from jobs.measure.check import check_attention
 from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import PresetSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
@@ -60,7 +59,6 @@ QUANTITIES = (
 _LEARNED = 0.1  # of the loss of a guess, below which the mean loss over a twentieth of the steps has to fall
 _HELDOUT_BATCHES = 2
 
-_Length = TypeVar("_Length", int, Tensor)
 _STRAW = 32  # different tokens of the haystack
 _MULTIPLE = 64  # of a vocabulary: other widths are slower on GPUs
 
@@ -112,7 +110,7 @@ class NeedleCorpus:
             depth: place of the needle in the haystack [%]: 0 is its first tokens, 100 the last before the questions.
         """
         generator = _generator(f"asked at {depth}", self.seed)
-        last = self._places(seq_len) - 1
+        last = (seq_len - self.needles) // 2 - 1
         tokens, targets = self.draw(count, seq_len, generator, first=round(depth * last / 100))
         return tokens, targets[:, seq_len - self.needles]
 
@@ -131,9 +129,13 @@ class NeedleCorpus:
             order = torch.rand(batch, among, generator=generator)
             return (order if first is None else order + (torch.arange(among) >= first)).argsort(1)
 
-        lengths = self._lengths(batch, seq_len, generator) if first is None else torch.full((batch, 1), seq_len)
+        lengths = torch.full((batch, 1), seq_len)  # of haystacks with their questions; their logarithms are uniform
+        if first is None:
+            shortest = 4 * self.needles
+            spread = torch.rand(batch, 1, generator=generator) * math.log((seq_len + 1) / shortest)
+            lengths = (shortest * spread.exp()).long().clamp(shortest, seq_len)
         tokens = torch.randint(_STRAW, (batch, seq_len), generator=generator)
-        places = distinct(self._places(seq_len), self._places(lengths))
+        places = distinct((seq_len - self.needles) // 2, (lengths - self.needles) // 2)
         if first is not None:  # the first needle gets its place, and whichever had it the first needle's
             places = torch.where(places == first, places[:, :1], places)
             places[:, 0] = first
@@ -148,16 +150,6 @@ class NeedleCorpus:
         tokens.scatter_(1, asked, keys.gather(1, order))
         targets.scatter_(1, asked, values.gather(1, order))
         return tokens, targets
-
-    def _lengths(self, batch: int, seq_len: int, generator: torch.Generator) -> Tensor:
-        """Lengths of haystacks with their questions, [batch, 1]; their logarithms are uniform."""
-        shortest = 4 * self.needles
-        spread = torch.rand(batch, 1, generator=generator) * math.log((seq_len + 1) / shortest)
-        return (shortest * spread.exp()).long().clamp(shortest, seq_len)
-
-    def _places(self, length: _Length) -> _Length:
-        """Places for needles in haystacks of `length` tokens with their questions."""
-        return (length - self.needles) // 2
 
 
 def _generator(use: str, seed: int) -> torch.Generator:
@@ -218,42 +210,32 @@ class Spec(PresetSpec):
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """A point for each length and implementation, shortest lengths first.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
+        """A point for each length and implementation, shortest lengths first."""
         self.refuse_unusable(machine)
-        return [self._point(machine, length, name) for length in sorted(self.lengths) for name in self.implementations]
-
-    def _point(self, machine: Machine, seq_len: int, implementation: str) -> Point:
         task = NeedleCorpus(self.needles, self.alphabet, self.seed)
-        layers = self.layers or PRESETS[self.preset].layers
-        case = Case(
-            implementation=implementation,
-            seq_len=seq_len,
-            batch=(batch := self.tokens // seq_len),
-            dtype=self.precision,
-            **case_fields(self, machine),
-            model=self.model(implementation, vocab_size=task.vocabulary, layers=layers),
-            steps=self.steps,
-            compile=self.compile,
-            optimizer=self.optimizer,
-            layout=Layout(batch),
-            task=task,
-            depths=self.depths,
-            questions=self.questions,
-            converged_nat=self.converged_nat,
-        )
-        needed = case.estimate()
-        return Point(
-            kind="needle",
-            label=f"{implementation} {self.preset} S={seq_len}",
-            case=case,
-            axes=case.axes(more=case.mode),
-            estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, "shorten lengths, or lower tokens"),
-        )
+        layers, points = self.layers or PRESETS[self.preset].layers, []
+        for seq_len, implementation in product(sorted(self.lengths), self.implementations):
+            batch = self.tokens // seq_len
+            case = Case(
+                implementation=implementation,
+                seq_len=seq_len,
+                batch=batch,
+                dtype=self.precision,
+                **case_fields(self, machine),
+                model=self.model(implementation, vocab_size=task.vocabulary, layers=layers),
+                steps=self.steps,
+                compile=self.compile,
+                optimizer=self.optimizer,
+                layout=Layout(batch),
+                task=task,
+                depths=self.depths,
+                questions=self.questions,
+                converged_nat=self.converged_nat,
+            )
+            needed, label = case.estimate(), f"{implementation} {self.preset} S={seq_len}"
+            skip = does_not_fit(needed, self, machine, "shorten lengths, or lower tokens")
+            points.append(Point("needle", label, case, case.axes(more=case.mode), needed, skip))
+        return points
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
@@ -273,32 +255,34 @@ def measure(case: Case, beat: Beat) -> Measurement:
     notes.note(LOADER)
     trainer = Trainer(case, corpus, device, notes=notes)
     beat("check")
-    settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
-    agreement = check_attention(*settings, backward=True, seed=case.seed)
+    agreement = case.check()
     with noting_sigterm() as stop:
         run = trainer.run(_HELDOUT_BATCHES, beat, stop, Telemetry([]))
-    found = {depth: _recall(trainer, case, depth, beat) for depth in case.depths}
+    recall = {depth: _recall(trainer, case, depth, beat) for depth in case.depths}
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
-    learning = Learning.of(run.losses, math.log(corpus.alphabet))
-    if learning.learned is None:
+    change, learned = loss_course(run.losses, math.log(corpus.alphabet))
+    if learned is None:
         reporter(beat).warn(f"steps: {case.steps}: the task was not learned; give more steps, or another seed")
-    elif abs(learning.change) > case.converged_nat:
-        text = f"the loss still changes by {learning.change:.2g} nat/answer in the last tenth of the steps"
+    elif abs(change) > case.converged_nat:
+        text = f"the loss still changes by {change:.2g} nat/answer in the last tenth of the steps"
         reporter(beat).warn(f"steps: {case.steps}: {text}, more than converged_nat; give more steps")
     steady = [run.seconds[step] for step in steady_steps(run)]
     method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
-    speed = [
+    metrics = [
+        *_recalls(recall, case),
+        *_losses(run, change, learned, case),
         summarize(TIME, [1000 * s for s in steady], method),
         summarize(THROUGHPUT, [case.tokens / s for s in steady], method),
         *energy_per_token([trainer.energy.energy]),
+        *peak.metrics(),
+        *agreement.metrics(),
     ]
-    metrics = (*_recalls(found, case), *_learned(learning, run, case), *speed, *peak.metrics())
-    training = {
-        "training": {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
-    }
-    files = {**peak.files, "recall.csv": _table(found, case)}
-    return Measurement((*metrics, *agreement.metrics()), trainer.route, environment(device) | training, files)
+    about = {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
+    rows = [f"{case.implementation},{case.seq_len},{d},{case.questions},{share:.6g}" for d, share in recall.items()]
+    table = "\n".join(["implementation,length,depth_percent,questions,recall_percent", *rows, ""])
+    files = {**peak.files, "recall.csv": table}
+    return Measurement(tuple(metrics), trainer.route, environment(device) | {"training": about}, files)
 
 
 @torch.no_grad()
@@ -317,59 +301,41 @@ def _recall(trainer: Trainer, case: Case, depth: int, beat: Beat) -> float:
     return 100 * right / len(tokens)
 
 
-@dataclass(frozen=True)
-class Learning:
-    """Course of a training's loss.
+def loss_course(losses: Sequence[float], guess: float) -> tuple[float, int | None]:
+    """Change of the mean loss from the last but one tenth of the steps to the last [nat/answer], and the step at which
+    its mean over a twentieth fell below a tenth of a guess's; None: it never did.
 
-    Attributes:
-        change: of its mean from the last but one tenth of the steps to the last [nat/answer].
-        learned: step at which its mean over a twentieth fell below a tenth of a guess's; None: it never did.
+    Args:
+        losses: of 20 steps or more.
+        guess: loss of one who knows nothing but the alphabet.
     """
-
-    change: float
-    learned: int | None
-
-    @classmethod
-    def of(cls, losses: Sequence[float], guess: float) -> Learning:
-        """The course of losses, of 20 steps or more; `guess` is the loss of one who knows nothing but the alphabet."""
-        tenth, window = len(losses) // 10, len(losses) // 20
-        change = fmean(losses[-tenth:]) - fmean(losses[-2 * tenth : -tenth])
-        ends = range(window, len(losses) + 1)
-        return cls(change, next((end for end in ends if fmean(losses[end - window : end]) < _LEARNED * guess), None))
+    tenth, window = len(losses) // 10, len(losses) // 20
+    change = fmean(losses[-tenth:]) - fmean(losses[-2 * tenth : -tenth])
+    ends = range(window, len(losses) + 1)
+    return change, next((end for end in ends if fmean(losses[end - window : end]) < _LEARNED * guess), None)
 
 
-def _recalls(found: Mapping[int, float], case: Case) -> list[Metric]:
+def _recalls(recall: Mapping[int, float], case: Case) -> list[Metric]:
     method = f"{case.questions} sequences a depth; the asked needle at the depth, the likeliest token counts"
-    chance = 100 / case.task.alphabet
     return [
-        Metric.of(RECALL, fmean(found.values()), tuple(found.values()), f"{method}; samples: depths"),
-        Metric.of(RECALL_WORST, min(found.values()), method=method),
-        *(Metric.of(RECALL_AT.named(str(depth)), share, method=method) for depth, share in found.items()),
-        Metric.of(CHANCE, chance, method="one of the alphabet's values"),
+        Metric.of(RECALL, fmean(recall.values()), tuple(recall.values()), f"{method}; samples: depths"),
+        Metric.of(RECALL_WORST, min(recall.values()), method=method),
+        *(Metric.of(RECALL_AT.named(str(depth)), share, method=method) for depth, share in recall.items()),
+        Metric.of(CHANCE, 100 / case.task.alphabet, method="one of the alphabet's values"),
     ]
 
 
-def _learned(learning: Learning, run: Run, case: Case) -> list[Metric]:
+def _losses(run: Run, change: float, learned: int | None, case: Case) -> list[Metric]:
     last = max(1, len(run.losses) // 10)
-    settled = learning.learned is not None and abs(learning.change) <= case.converged_nat
+    settled = learned is not None and abs(change) <= case.converged_nat
     bound = f"learned, and between the last two tenths of the steps the loss changes by {case.converged_nat:g} at most"
     metrics = [
         Metric.of(CONVERGED, float(settled), method=bound),
-        Metric.of(LOSS_CHANGE, learning.change, method="mean of the last tenth less that of the tenth before"),
+        Metric.of(LOSS_CHANGE, change, method="mean of the last tenth less that of the tenth before"),
         Metric.of(ANSWER_LOSS, fmean(run.losses[-last:]), tuple(run.losses), f"mean of the last {last} steps"),
         Metric.of(HELDOUT_ANSWER_LOSS, run.after, method="sequences of other seeds"),
     ]
-    if learning.learned is not None:
+    if learned is not None:
         method = f"mean loss over a twentieth of the steps below {_LEARNED:g} of a guess's"
-        metrics.append(Metric.of(LEARNED_STEP, learning.learned, method=method))
+        metrics.append(Metric.of(LEARNED_STEP, learned, method=method))
     return metrics
-
-
-def _table(found: Mapping[int, float], case: Case) -> str:
-    """Recall by depth, as CSV."""
-    out = io.StringIO()
-    print("implementation,length,depth_percent,questions,recall_percent", file=out)
-    for depth, share in found.items():
-        place = f"{case.implementation},{case.seq_len},{depth}"
-        print(f"{place},{case.questions},{share:.6g}", file=out)
-    return out.getvalue()

@@ -10,7 +10,6 @@ import gc
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import product
 from typing import Annotated, Literal, Self
 
@@ -26,32 +25,29 @@ from jobs.measure.check import (
     MISMATCH,
     REACHES,
     Agreement,
-    Attend,
-    HeadShape,
     WrongResult,
-    attend_densely,
-    attend_to,
-    judge,
+    attend_by,
+    compare,
     make_inputs,
-    results_of_sides,
     small_case,
 )
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import Unique, implementation_names, names_among, torch_dtype
+from jobs.specs.fields import Unique, implementation_names, names_among
 from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, compress
-from nsa_core.backends import BACKENDS, Backend
+from nsa_core.backends import BACKENDS
 from nsa_core.functional import BRANCHES
 from nsa_core.reference import block_scores
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
 _VERSION, _PROBLEM = "peer ", "peer-problem "  # in a fingerprint: a peer's version; why it cannot be used
+_SEQUENCES = 2  # of the check
 
 
 def versions() -> dict[str, str]:
@@ -65,25 +61,50 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _as_implementation(name: str, nsa: NSAConfig | None) -> str:
-    """An implementation that the same fields of NSAConfig act on as on a peer: all but slots, or none."""
-    try:
-        dense = find_peer(name).semantics(nsa or NSAConfig()) is None
-    except Exception:  # of an adapter from outside; its points tell
-        return "reference"
-    return "dense" if dense else "reference"
-
-
 class Case(OperatorCase):
-    """One peer, or one implementation of this project.
+    """One peer, or one implementation of this project."""
 
-    Attributes:
-        window_kernel: flash kernel of the window, for peers without one; None: the fastest.
-        error_factor: multiple of an eager run's error against the oracle that the peer may have; None: it is no peer.
-    """
+    window_kernel: str | None = None  # flash kernel of the window, for peers without one; None: the fastest
+    error_factor: float | None = None  # times an eager run's error that the peer may have; None: it is no peer
 
-    window_kernel: str | None = None
-    error_factor: float | None = None
+    def check(self) -> Agreement:
+        """Compare a peer with the oracle, on at most two kv heads and one block more than a query selects.
+
+        Raises:
+            WrongResult: the error of the selection, the output or a gradient exceeds its bound.
+        """
+        if self.error_factor is None:
+            return super().check()
+        (peer, _), name, nsa = load_peer(self.implementation), self.implementation, self.model.nsa
+        small, seq_len = small_case(nsa, self.shape)
+        settings = self.torch_dtype, self.torch_device, self.seed
+        inputs, blocks = make_inputs(small, _SEQUENCES, seq_len, *settings, self.backward), None
+        if (claimed := peer.semantics(nsa)) is None:
+            del inputs["gates"]
+        else:
+            length = REACHES * nsa.slc_count * nsa.slc_block
+            _check_choice(name, peer, nsa, claimed, make_inputs(small, 1, length, *settings, False))
+            blocks = _choice(peer, nsa, inputs)
+        agreement = compare(
+            lambda x: peer.attend(x, nsa, self.window_kernel),
+            lambda x, backend: attend_by(backend, x, claimed, BRANCHES, blocks),
+            inputs,
+            f"{_SEQUENCES} sequences, S={seq_len}, {small}",
+            name,
+            backward=self.backward,
+            factor=self.error_factor,
+        )
+        _forget_tuned_choices()
+        return agreement
+
+    def call(self) -> FunctionCall:
+        """A call of the peer, or of the operator, on the same inputs."""
+        if self.error_factor is None:
+            return super().call()
+        (peer, _), inputs, nsa = load_peer(self.implementation), self.inputs(), self.model.nsa
+        if peer.semantics(nsa) is None:
+            del inputs["gates"]
+        return self.differentiated(lambda: peer.attend(inputs, nsa, self.window_kernel), inputs)
 
 
 class Spec(LayoutsSpec):
@@ -105,47 +126,37 @@ class Spec(LayoutsSpec):
 
     @model_validator(mode="after")
     def _check_effect(self) -> Self:
+        if twice := [name for name in self.peers if name in self.implementations]:
+            raise ValueError(f"implementations: {twice[0]!r}: is among the peers, too; name it once")
+        acting = []  # implementations that the same fields of NSAConfig act on as on the peers: all but slots, or none
         for name in self.peers:
-            if name in self.implementations:
-                raise ValueError(f"implementations: {name!r}: is among the peers, too; name it once")
-        peers = [_as_implementation(name, self.nsa) for name in self.peers]
-        if self.window_kernel != "auto" and set(peers) == {"dense"}:
+            try:
+                dense = find_peer(name).semantics(self.nsa or NSAConfig()) is None
+            except Exception:  # of an adapter from outside; its points tell
+                dense = False
+            acting.append("dense" if dense else "reference")
+        if self.window_kernel != "auto" and set(acting) == {"dense"}:
             raise ValueError(f"window_kernel: {self.window_kernel!r}: changes nothing of dense peers; use auto")
-        if self.nsa is not None:
-            refuse_idle(self, self.nsa, [*peers, *self.implementations], self.dtype)
+        refuse_idle(self, self.nsa, [*acting, *self.implementations], self.dtype)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points of the whole grid, shortest lengths first, the peers of each place before this project's.
-
-        Raises:
-            SpecError: an implementation, or the window's kernel, cannot run on this machine.
-        """
+        """Points of the whole grid, shortest lengths first, the peers of each place before this project's."""
         points: list[Point] = []
         for length, sweep in self.sweeps(machine, Case):
-            own = {
-                "window_kernel": self._window_kernel(machine, sweep.model.head_dim),
-                "error_factor": self.error_factor,
-            }
+            kernel = None if self.window_kernel == "auto" else self.window_kernel
+            needs = "torch-varlen" if kernel == TORCH_FIXED else kernel  # the same kernel's
+            if needs and (reason := dense_reasons(machine, self.dtype, sweep.model.head_dim)[f"dense-{needs}"]):
+                raise SpecError(f"window_kernel: {kernel!r}: {reason}; use auto")
             for pass_, name in product(self.passes, self.peers):
-                case = sweep.case_of(length, pass_, name, **own)
+                case = sweep.case_of(length, pass_, name, window_kernel=kernel, error_factor=self.error_factor)
                 points.append(sweep.point(case, skip_reason=_reason_against(case, machine)))
             if self.implementations:
                 points += sweep.points([length], self.passes, self.implementations)
         return points
 
-    def _window_kernel(self, machine: Machine, head_dim: int) -> str | None:
-        """Name of the kernel; None for the fastest. Raises SpecError if the machine cannot run it."""
-        if self.window_kernel == "auto":
-            return None
-        needs = "torch-varlen" if self.window_kernel == TORCH_FIXED else self.window_kernel  # the same kernel's
-        reason = dense_reasons(machine, torch_dtype(self.dtype), head_dim)[f"dense-{needs}"]
-        if reason is not None:
-            raise SpecError(f"window_kernel: {self.window_kernel!r}: {reason}; use auto")
-        return self.window_kernel
 
-
-def _reason_against(case: Case, machine: Machine) -> str | None:
+def _reason_against(case: OperatorCase, machine: Machine) -> str | None:
     """Why a peer cannot run there, its package missing or the operands not its; None if it can, as far as is known."""
     try:
         peer = find_peer(case.implementation)
@@ -161,87 +172,16 @@ def _reason_against(case: Case, machine: Machine) -> str | None:
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Compare a peer, or an implementation of this project, with the oracle, and measure its time and memory.
-
-    Raises:
-        PeerProblem: the peer cannot be used here.
-        And as measure_call.
-    """
-    factor, nsa = case.error_factor, case.model.nsa
-    if factor is None:
+    """Compare a peer, or an implementation of this project, with the oracle, and measure its time and memory."""
+    if case.error_factor is None:
         return measure_operator(case, beat)
     beat("import")
     peer, version = load_peer(case.implementation)
-
-    def check() -> Agreement:
-        agreement = check_peer(
-            case.implementation, peer, nsa, case.shape, case.torch_dtype, case.torch_device,
-            backward=case.backward, seed=case.seed, window_kernel=case.window_kernel, factor=factor,
-        )  # fmt: skip
-        forget_tuned_choices()
-        return agreement
-
-    measured = measure_call(case, check, lambda: _call(case, peer), beat, timing=case.timing)
-    claimed = peer.semantics(nsa)
+    _, measured = measure_call(case, case.call, beat, timing=case.timing)
+    claimed = peer.semantics(case.model.nsa)
     what = "dense causal attention" if claimed is None else asdict(claimed)
     about = {"name": case.implementation, "version": version, "computes": what}
     return replace(measured, environment={**measured.environment, "peer": about})
-
-
-def _call(case: Case, peer: Peer) -> FunctionCall:
-    """A call of the peer, on inputs as in kind bench."""
-    inputs = case.inputs()
-    if peer.semantics(case.model.nsa) is None:
-        del inputs["gates"]
-
-    def attend() -> Tensor:
-        return peer.attend(inputs, case.model.nsa, case.window_kernel)
-
-    return case.differentiated(attend, inputs)
-
-
-_SEQUENCES = 2
-
-
-def check_peer(
-    name: str,
-    peer: Peer,
-    config: NSAConfig,
-    shape: HeadShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    backward: bool,
-    seed: int,
-    window_kernel: str | None,
-    factor: float,
-) -> Agreement:
-    """Compare a peer with the oracle, on at most two kv heads and one block more than a query selects.
-
-    Args:
-        factor: multiple of an eager run's error that it may have.
-
-    Raises:
-        WrongResult: the error of the selection, the output or a gradient exceeds its bound.
-    """
-    small, seq_len = small_case(config, shape)
-    inputs = make_inputs(small, _SEQUENCES, seq_len, dtype, device, seed, backward)
-    claimed = peer.semantics(config)
-    if claimed is None:
-        del inputs["gates"]
-
-        def by(backend: Backend) -> Attend:
-            return partial(attend_densely, backend=backend)
-    else:
-        longer = REACHES * config.slc_count * config.slc_block
-        _check_choice(name, peer, config, claimed, make_inputs(small, 1, longer, dtype, device, seed, False))
-        blocks = _choice(peer, config, inputs)
-
-        def by(backend: Backend) -> Attend:
-            return lambda tensors: attend_to(blocks, tensors, claimed, backend, BRANCHES)
-
-    sides = results_of_sides(lambda x: peer.attend(x, config, window_kernel), by, inputs, backward)
-    return judge(*sides, dtype, f"{_SEQUENCES} sequences, S={seq_len}, {small}", name, factor)
 
 
 def _choice(peer: Peer, config: NSAConfig, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -287,7 +227,10 @@ def _wrong(found: Tensor, right: Tensor, scores: Tensor, rounding: float) -> Ten
     A tie: equally many blocks, none twice, and the lowest score that was taken in exchange is, but for `rounding`, as
     high as the highest that was left out.
     """
-    ours, theirs = (_as_mask(blocks, scores.shape[-1]) for blocks in (right, found))
+    count = scores.shape[-1]
+    places = (torch.where((blocks < 0) | (blocks >= count), count, blocks).long() for blocks in (right, found))
+    none = torch.zeros(*scores.shape[:-1], count + 1, dtype=torch.bool, device=scores.device)
+    ours, theirs = (none.scatter(-1, place, True)[..., :count] for place in places)  # whether each block is chosen
     extra, missing = theirs & ~ours, ours & ~theirs
     lowest = scores.masked_fill(~extra, torch.inf).amin(-1)
     highest = scores.masked_fill(~missing, -torch.inf).amax(-1)
@@ -296,23 +239,14 @@ def _wrong(found: Tensor, right: Tensor, scores: Tensor, rounding: float) -> Ten
     return ~complete | (lowest < highest * (1 - rounding))
 
 
-def _as_mask(blocks: Tensor, count: int) -> Tensor:
-    """Whether each of `count` blocks is among those chosen, [B,S,Hkv,count]; blocks beyond them are left out."""
-    places = torch.where((blocks < 0) | (blocks >= count), count, blocks).long()
-    chosen = torch.zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool, device=blocks.device)
-    return chosen.scatter_(-1, places, True)[..., :count]
-
-
-def forget_tuned_choices() -> None:
+def _forget_tuned_choices() -> None:
     """Have each kernel of this process that Triton has tuned, or read a choice for from disk, tuned at its next call.
 
     A choice is kept under a key that need not have the length and the batch, so that the small call of a check would
     else decide how a large one is computed. Triton's source has no function for it (triton/runtime/autotuner.py).
     """
-    module = sys.modules.get("triton.runtime.autotuner")
-    if module is None:
-        return
-    for found in gc.get_objects():
-        if issubclass(type(found), module.Autotuner):
-            found.cache.clear()
-            found.cache_results = False
+    if (module := sys.modules.get("triton.runtime.autotuner")) is not None:
+        for found in gc.get_objects():
+            if issubclass(type(found), module.Autotuner):
+                found.cache.clear()
+                found.cache_results = False

@@ -9,8 +9,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,29 +51,18 @@ class Spec(PassSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Check the model, time its pass, and profile it once.
-
-    Raises:
-        As measure_call.
-    """
-
-    def with_profile(call: ModelPass, measured: Measurement) -> Measurement:
-        beat("profile")
-        profiled = profile_call(call.run, call.device)
-        ranges = profiled.ranges_ms.items()
-        metrics = [
-            *measured.metrics,
-            Metric.of(BUSY_TIME, profiled.busy_ms, method="self times of all kernels of one call, by torch.profiler"),
-            *(Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler") for name, ms in ranges),
-        ]
-        if (waits := profiled.synchronizations) is not None:
-            method = "warnings of torch.cuda.set_sync_debug_mode, one call"
-            metrics.append(Metric.of(SYNCHRONIZATIONS, sum(waits.values()), method=method))
-        return replace(measured, metrics=tuple(metrics), files={**measured.files, **profiled.files})
-
-    return measure_call(
-        case, case.check, lambda: ModelPass(case), beat, timing=case.timing, throughput=None, then=with_profile
-    )
+    """Check the model, time its pass, and profile it once. Raises as measure_call."""
+    call, measured = measure_call(case, lambda: ModelPass(case), beat, timing=case.timing, throughput=None)
+    beat("profile")
+    profiled = profile_call(call.run, call.device)
+    method = "self times of all kernels of one call, by torch.profiler"
+    metrics = [*measured.metrics, Metric.of(BUSY_TIME, profiled.busy_ms, method=method)]
+    for name, ms in profiled.ranges_ms.items():
+        metrics.append(Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler"))
+    if (waits := profiled.synchronizations) is not None:
+        method = "warnings of torch.cuda.set_sync_debug_mode, one call"
+        metrics.append(Metric.of(SYNCHRONIZATIONS, sum(waits.values()), method=method))
+    return replace(measured, metrics=tuple(metrics), files={**measured.files, **profiled.files})
 
 
 _ROWS = 40
@@ -83,44 +71,39 @@ _HISTORY = 200_000  # allocations and releases that a snapshot holds
 
 @dataclass(frozen=True)
 class Profile:
-    """Findings of a profile.
+    """Findings of a profile."""
 
-    Attributes:
-        busy_ms: time of one call in which the device computed; on a CPU the operations' own time.
-        ranges_ms: time by range: the branches computed at once ("cmp_slc_win", "slc", "select"), forward, and the
-            stages of the Triton kernels within ("merge", "selected_backward"), forward and backward.
-        synchronizations: waits for the device within the call, by the line of code; None on a CPU.
-        files: tables, trace and, on a GPU, the allocator's snapshot, by file name.
-    """
-
-    busy_ms: float
+    busy_ms: float  # time of one call in which the device computed; on a CPU the operations' own time
+    # Time by range: the branches computed at once ("cmp_slc_win", "slc", "select"), forward, and the stages of the
+    # Triton kernels within ("merge", "selected_backward"), forward and backward.
     ranges_ms: Mapping[str, float]
-    synchronizations: Mapping[str, int] | None
-    files: Mapping[str, str | Path]
+    synchronizations: Mapping[str, int] | None  # waits for the device, by the line of code; None on a CPU
+    files: Mapping[str, str | Path]  # tables, trace and, on a GPU, the allocator's snapshot
 
 
 def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
     """Profile one call, which has run before. The trace is read by Perfetto and chrome://tracing."""
-    folder = Path(tempfile.mkdtemp(prefix="profile-"))
-    cuda = device.type == "cuda"
+    folder, cuda = Path(tempfile.mkdtemp(prefix="profile-")), device.type == "cuda"
+    trace, snapshot, waits = folder / "trace.json.gz", folder / "memory_snapshot.pickle", None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    waits = _waits(call, device) if cuda else None
-    history = _history(folder / "memory_snapshot.pickle", device) if cuda else nullcontext([])
-    watch = profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True)
-    with history as snapshots, watch:
+    if cuda:
+        waits = _waits(call, device)
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=device)
+    with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as watch:
         call()
         if cuda:
             torch.cuda.synchronize(device)
-    watch.export_chrome_trace(str(trace := folder / "trace.json.gz"))
-    side = "device" if cuda else "cpu"
-    rows = watch.key_averages()
+    watch.export_chrome_trace(str(trace))
+    side, rows = "device" if cuda else "cpu", watch.key_averages()
     files: dict[str, str | Path] = {
         "by_time.txt": rows.table(sort_by=f"self_{side}_time_total", row_limit=_ROWS),
         "by_memory.txt": rows.table(sort_by=f"self_{side}_memory_usage", row_limit=_ROWS),
         trace.name: trace,
-        **{path.name: path for path in snapshots},
     }
     if waits is not None:
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+        files[snapshot.name] = snapshot
         files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
     return Profile(busy_ms(rows, cuda), ranges_ms(rows, cuda), waits, files)
 
@@ -158,16 +141,5 @@ def _waits(call: Callable[[], object], device: torch.device) -> Counter[str]:
             call()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    told = (warning for warning in caught if "synchronizing CUDA operation" in str(warning.message))
-    return Counter(f"{warning.filename}:{warning.lineno}" for warning in told)
-
-
-@contextmanager
-def _history(path: Path, device: torch.device) -> Iterator[list[Path]]:
-    """Record the allocator's history; gives the file to which it is written at the end."""
-    torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=device)
-    try:
-        yield [path]
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None, device=device)
+    waits = (warning for warning in caught if "synchronizing CUDA operation" in str(warning.message))
+    return Counter(f"{wait.filename}:{wait.lineno}" for wait in waits)

@@ -69,10 +69,6 @@ class Spec(WorkloadSpec):
         return replace(self.model_of(self.shape.layers), **sizes)
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points of the whole grid, shortest lengths first.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
+        """Points of the whole grid, shortest lengths first."""
         sweep = Sweep(self, machine, Case, self.model, self.batch, self.workload)
         return sweep.points(self.lengths, self.passes, self.implementations)

@@ -34,9 +34,8 @@ from jobs.process.worker import Channel
 from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from jobs.schema.states import PointState
-from jobs.specs.environments import env_text
 from jobs.specs.fields import torch_dtype
-from jobs.specs.spec import Strict
+from jobs.specs.spec import Strict, env_text
 from nsa_core.model import NSATransformer
 
 DIFFERENCES = Quantity(
@@ -81,18 +80,13 @@ class Toolchain:
 
 
 class Case(PassCase):
-    """A pass under two toolchains; `tolerance.outputs` is given.
-
-    Attributes:
-        versions: of the second toolchain's interpreter, a part of the key: the first's are already.
-        settings: names of the variables that the spec sets.
-    """
+    """A pass under two toolchains; `tolerance.outputs` is given."""
 
     timing: TimingSpec
     tolerance: ToleranceSpec
-    settings: list[str]
+    settings: list[str]  # names of the variables that the spec sets
     toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
-    versions: Mapping[str, str] = {}
+    versions: Mapping[str, str] = {}  # of the second interpreter, a part of the key: the first's are already
 
     def toolchain_name(self, number: int) -> str:
         """The first (1) or second (2) toolchain in words."""
@@ -134,17 +128,12 @@ class Spec(PassSpec):
     def points(self, machine: Machine) -> Sequence[Point]:
         """As PassSpec.pass_points."""
         outputs = self.tolerance.outputs or CEILING[torch_dtype(self.precision)]
-        return self.pass_points(
-            machine,
-            Case,
-            timing=self.timing,
-            tolerance=self.tolerance.model_copy(update={"outputs": outputs}),
-            settings=self.settings,
-        )
+        tolerance = self.tolerance.model_copy(update={"outputs": outputs})
+        return self.pass_points(machine, Case, timing=self.timing, tolerance=tolerance, settings=self.settings)
 
 
 class ToolchainFailed(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """The pass does not run under a toolchain."""
+    """The pass dies or raises under a toolchain, or disagrees with the oracle there."""
 
 
 class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -152,13 +141,7 @@ class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Run the pass under both toolchains and compare them.
-
-    Raises:
-        ToolchainFailed: it dies or raises under one of them, or disagrees with the oracle there.
-        OutputsDiffer: its outputs are not the same.
-        MemoryError: memory ran out under one of them.
-    """
+    """Run the pass under both toolchains and compare them. Raises ToolchainFailed, OutputsDiffer, MemoryError."""
     with tempfile.TemporaryDirectory(prefix="toolchain-") as name:
         folder = Path(name)
         beat("inputs")
@@ -167,13 +150,12 @@ def measure(case: Case, beat: Beat) -> Measurement:
         torch.save({"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}, folder / "inputs.pt")
         first, other = (run_under(case, number, folder, beat) for number in (1, 2))
         beat("comparison")
-        outputs = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
-    metrics = comparison_metrics(first, other, outputs)
-    values = {metric.name: metric.value for metric in metrics}
-    found = differences(values, case.tolerance, first.route, other.route)
+        relative, equal = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
+    metrics = comparison_metrics(first, other, relative, equal)
+    found = differences(case, {metric.name: metric.value for metric in metrics}, first.route, other.route)
+    wrong = _other_outputs(case, relative)
     files = {f"lock-{number}.txt": lock_file(case, number, run.environment) for number, run in ((1, first), (2, other))}
-    wrong = _other_outputs(case, outputs)
-    files["comparison.txt"] = comparison_table(case, first, other, values, [*([wrong] if wrong else []), *found])
+    files["comparison.txt"] = comparison_table(case, first, other, metrics, [wrong, *found] if wrong else found)
     if wrong:  # an error keeps no files: what explains it is printed
         print(*(f"{name}:\n{text}" for name, text in files.items()), sep="\n", file=sys.stderr)
         raise OutputsDiffer(wrong)
@@ -185,33 +167,14 @@ def measure(case: Case, beat: Beat) -> Measurement:
     return Measurement((*metrics, counted), other.route, environment, files)
 
 
-def _other_outputs(case: Case, outputs: Outputs) -> str | None:
-    """Names of the tensors that differ by more than the tolerance, in a sentence; None if none does."""
-    allowed = case.tolerance.outputs or 0.0
-    beyond = {name: x for name, x in outputs.differences.items() if not x <= allowed}
-    if not beyond:
-        return None
-    worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
-    named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
-    return (
-        f"{case.toolchain_name(2)}: {len(beyond)} of {len(outputs.differences)} outputs differ from those of "
-        f"{case.toolchain_name(1)} by more than {allowed:.1e} of their norm: {named}"
-    )
-
-
 def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
     """Measure the pass under the first (1) or second (2) toolchain, in a process whose deadlines are the point's.
 
-    Args:
-        folder: with the inputs; gets the outputs.
+    The folder has the inputs and gets the outputs.
     """
     name, toolchain = case.toolchain_name(number), case.toolchains[number - 1]
-    config = {
-        "case": case.model_dump(mode="json"),
-        "inputs": str(folder / "inputs.pt"),
-        "outputs": str(folder / f"outputs-{number}.pt"),
-        "gpu_share": gpu_share(case.device),
-    }
+    files = {"inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
+    config = {"case": case.model_dump(mode="json"), "gpu_share": gpu_share(case.device), **files}
     beat(STARTING)
     # Its files about a failure go where this process's are looked for.
     env = {"TMPDIR": tempfile.gettempdir(), **toolchain.env}
@@ -236,11 +199,7 @@ def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
 
 
 def answer(command: MeasurePoint, channel: Channel) -> Measured:
-    """Measure one pass in the process of a toolchain; its outputs go to a file.
-
-    Raises:
-        WrongResult: the attention disagrees with the oracle.
-    """
+    """Measure one pass in the process of a toolchain; its outputs go to a file."""
     config = command.config
     case = Case.model_validate(config["case"])
     settings = effective(case.settings)  # before anything else uses CUDA
@@ -261,95 +220,89 @@ def answer(command: MeasurePoint, channel: Channel) -> Measured:
 
     beat = ProcessReporter(channel.send)
     try:
-        measured = measure_call(case, case.check, made, beat, first_run=first_run, timing=case.timing, throughput=None)
+        _, measured = measure_call(case, made, beat, first_run=first_run, timing=case.timing, throughput=None)
     except Exception:
         traceback.print_exc()  # which the point prints, too
         raise
-    environment = {**measured.environment, "settings": settings, "distributions": packages()}
+    packages = {each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]}
+    packages = dict(sorted(packages.items(), key=lambda item: item[0].lower()))
+    environment = {**measured.environment, "settings": settings, "distributions": packages}
     return Measured(replace(measured, environment=environment, files={}))
-
-
-def packages() -> dict[str, str]:
-    """Versions of all distributions that this interpreter finds, by name."""
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Comparison of the loss and the gradients.
+def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:
+    """Differences of tensors by name, relative to the first's norm; and how many are equal bit for bit.
 
-    Attributes:
-        differences: of each tensor, relative to its norm under the first toolchain.
-        equal: number of tensors that are equal bit for bit.
+    One that is not finite, or that only one side has, differs infinitely.
     """
-
-    differences: Mapping[str, float]
-    equal: int
-
-
-def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Outputs:
-    """Differences of tensors by name. One that is not finite, or that only one side has, differs infinitely."""
-    found, equal = {}, 0
+    relative, equal = {}, 0
     for name in dict.fromkeys([*first, *other]):
-        if name not in first or name not in other or first[name].shape != other[name].shape:
-            found[name] = float("inf")
-            continue
-        equal += torch.equal(first[name], other[name])
-        norm = first[name].double().norm().item()
-        difference = (other[name].double() - first[name].double()).norm().item()
-        relative = difference / norm if norm > 0 else difference
-        found[name] = relative if relative == relative else float("inf")
-    return Outputs(found, equal)
+        relative[name] = float("inf")
+        if name in first and name in other and first[name].shape == other[name].shape:
+            equal += torch.equal(first[name], other[name])
+            norm = first[name].double().norm().item()
+            difference = (other[name].double() - first[name].double()).norm().item() / (norm or 1.0)
+            relative[name] = difference if difference == difference else float("inf")
+    return relative, equal
+
+
+def _other_outputs(case: Case, relative: Mapping[str, float]) -> str | None:
+    """Names of the tensors that differ by more than the tolerance, in a sentence; None if none does."""
+    allowed = case.tolerance.outputs or 0.0
+    beyond = {name: x for name, x in relative.items() if not x <= allowed}
+    if not beyond:
+        return None
+    worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
+    named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
+    return (
+        f"{case.toolchain_name(2)}: {len(beyond)} of {len(relative)} outputs differ from those of "
+        f"{case.toolchain_name(1)} by more than {allowed:.1e} of their norm: {named}"
+    )
 
 
 def differences(
-    values: Mapping[str, float], tolerance: ToleranceSpec, first: Mapping[str, str], other: Mapping[str, str]
+    case: Case, values: Mapping[str, float], first: Mapping[str, str], other: Mapping[str, str]
 ) -> list[str]:
     """Changes of time and memory beyond their tolerance, and other routes: a phrase each."""
+    time, memory = case.tolerance.time_percent, case.tolerance.memory_percent
     found = []
-    for word, change, allowed in (
-        ("time", values[TIME_CHANGE.name], tolerance.time_percent),
-        ("peak memory", values[MEMORY_CHANGE.name], tolerance.memory_percent),
-    ):
-        if abs(change) > allowed:
+    for word, quantity, allowed in (("time", TIME_CHANGE, time), ("peak memory", MEMORY_CHANGE, memory)):
+        if abs(change := values[quantity.name]) > allowed:
             found.append(f"{word} {change:+.1f} %, beyond {allowed:g} %")
     for branch in dict.fromkeys([*first, *other]):
-        kernels = first.get(branch, "nothing"), other.get(branch, "nothing")
-        if kernels[0] != kernels[1]:
-            found.append(f"branch {branch} ran {kernels[1]}, not {kernels[0]}")
+        before, now = (route.get(branch, "nothing") for route in (first, other))
+        if before != now:
+            found.append(f"branch {branch} ran {now}, not {before}")
     return found
 
 
-def comparison_metrics(first: Measurement, other: Measurement, outputs: Outputs) -> list[Metric]:
+def comparison_metrics(
+    first: Measurement, other: Measurement, relative: Mapping[str, float], equal: int
+) -> list[Metric]:
     """Metrics of the second toolchain, its changes against the first, and the first's time and memory."""
     metrics, before = ({metric.name: metric for metric in run.metrics} for run in (other, first))
-    time, memory = metrics[TIME.name], metrics[PEAK_EXTRA_MEMORY.name]
-    first_memory = before[PEAK_EXTRA_MEMORY.name]
+    time, memory = TIME.name, PEAK_EXTRA_MEMORY.name
+    changes = {name: 100 * (metrics[name].value / before[name].value - 1) for name in (time, memory)}
     method = "relative to the first toolchain's, on the same device in the same point"
     norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
-    share = 100 * outputs.equal / len(outputs.differences)
+    share = 100 * equal / len(relative)
     return [
         *metrics.values(),
-        replace(before[TIME.name], name=FIRST_TIME.name),
-        Metric.of(TIME_CHANGE, 100 * (time.value / before[TIME.name].value - 1), method=f"medians; {method}"),
-        replace(first_memory, name=FIRST_MEMORY.name),
-        Metric.of(MEMORY_CHANGE, 100 * (memory.value / first_memory.value - 1), method=method),
-        Metric.of(OUTPUT_DIFFERENCE, max(outputs.differences.values()), method=norms),
-        Metric.of(TENSORS_EQUAL, share, method=f"{outputs.equal} of {len(outputs.differences)} tensors"),
+        replace(before[time], name=FIRST_TIME.name),
+        Metric.of(TIME_CHANGE, changes[time], method=f"medians; {method}"),
+        replace(before[memory], name=FIRST_MEMORY.name),
+        Metric.of(MEMORY_CHANGE, changes[memory], method=method),
+        Metric.of(OUTPUT_DIFFERENCE, max(relative.values()), method=norms),
+        Metric.of(TENSORS_EQUAL, share, method=f"{equal} of {len(relative)} tensors"),
     ]
 
 
 def lock_file(case: Case, number: int, there: Mapping[str, Any]) -> str:
-    """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it.
-
-    Args:
-        there: environment of the measurement under the toolchain.
-    """
+    """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it."""
     head = [case.toolchain_name(number), f"Python {there['python']}, {there['interpreter']}", there["platform"]]
     if "cuda" in there:
         head.append(f"CUDA {there['cuda']}, cuDNN {there['cudnn']}, driver {there['gpu'].get('driver', 'unknown')}")
@@ -359,20 +312,17 @@ def lock_file(case: Case, number: int, there: Mapping[str, Any]) -> str:
 
 
 def comparison_table(
-    case: Case,
-    first: Measurement,
-    other: Measurement,
-    values: Mapping[str, float],
-    found: Sequence[str],
+    case: Case, first: Measurement, other: Measurement, metrics: Sequence[Metric], found: Sequence[str]
 ) -> str:
-    """Text of the comparison; `values` are its metrics by name, `found` the phrases of `differences`."""
+    """Text of the comparison; `found` are the phrases of `differences`."""
+    values = {metric.name: metric.value for metric in metrics}
+    time, memory = values["first_time"], values["first_memory"]
     rows = [
         f"1: {case.toolchain_name(1)}",
         f"2: {case.toolchain_name(2)}",
         "",
-        f"time         {values['first_time']:12.3f} {values['time']:12.3f} ms   {values['time_change']:+7.1f} %",
-        f"peak memory  {values['first_memory']:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  "
-        f"{values['memory_change']:+7.1f} %",
+        f"time         {time:12.3f} {values[TIME.name]:12.3f} ms   {values['time_change']:+7.1f} %",
+        f"peak memory  {memory:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  {values['memory_change']:+7.1f} %",
         f"outputs      {values['output_difference']:.2e} at most, {values['tensors_equal']:.1f} % equal bit for bit",
         "",
         *(found or ["no difference beyond the tolerance"]),

@@ -65,7 +65,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "dense-pytorch": packages.DensePyTorch(),
     }
 )
-_PARTS = ("version", "incompatible", "semantics", "select", "attend")
 
 
 @cache
@@ -73,7 +72,8 @@ def offered_peers() -> tuple[Offer, ...]:
     """Adapters of other distributions, by name. Read once a process."""
 
     def problem(_name: str, peer: Any) -> str | None:
-        missing = [part for part in _PARTS if not callable(getattr(peer, part, None))]
+        parts = ("version", "incompatible", "semantics", "select", "attend")
+        missing = [part for part in parts if not callable(getattr(peer, part, None))]
         missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
         return f"lacks {', '.join(missing)}" if missing else None
 

@@ -46,15 +46,11 @@ class DensePyTorch:
 
 
 class _TritonPeer(ABC):
-    """Base of peers whose Triton kernels compute in half precision.
-
-    Attributes:
-        MODULES: modules to import; the first one has the operators.
-    """
+    """Base of peers whose Triton kernels compute in half precision."""
 
     INSTALL: ClassVar[str]
     DISTRIBUTION: ClassVar[str]
-    MODULES: ClassVar[tuple[str, ...]]
+    MODULES: ClassVar[tuple[str, ...]]  # to import; the first one has the operators
 
     def version(self) -> str:
         for module in self.MODULES:
@@ -95,12 +91,11 @@ class FlashLinearAttention(_TritonPeer):
     INSTALL = "pip install fla-core einops"
     DISTRIBUTION = "fla-core"
     MODULES = ("fla.ops.nsa.parallel",)
-    LEAST_GROUP = 16
 
     def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
         group = shape.query_heads // shape.kv_heads
-        if group < self.LEAST_GROUP or not _is_power_of_two(group):
-            return f"its groups of query heads are powers of two from {self.LEAST_GROUP} on, not {group}"
+        if group < 16 or not _is_power_of_two(group):
+            return f"its groups of query heads are powers of two from 16 on, not {group}"
         if not _is_power_of_two(config.slc_count) or config.slc_block < 2 * config.slc_count:
             return f"it selects a power of two of blocks, at most half as many as slc_block, not {config.slc_count}"
         if not _is_power_of_two(config.slc_block):
@@ -139,6 +134,7 @@ class NSATriton(_TritonPeer):
     MODULES = ("native_sparse_attention.ops",)
     NAME = "native-sparse-attention-triton"  # in routes
     WIDEST = 128
+    SMALL_GROUPS: ClassVar[str | None] = None  # module of another selected branch, of groups of at most 8 query heads
 
     def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
         if shape.head_dim > self.WIDEST:
@@ -155,19 +151,16 @@ class NSATriton(_TritonPeer):
 
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
         qkv = q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        selected, kernel = self._selected(q.shape[2] // k.shape[2])
-        for branch in ("cmp", "select"):
-            note(branch, self.NAME)
-        note("slc", kernel)
+        kernel, selected = self.NAME, self.operators.topk_sparse_attention
+        if self.SMALL_GROUPS is not None and q.shape[2] // k.shape[2] <= 8:
+            kernel, selected = "fsa", import_module(self.SMALL_GROUPS).FSA_topk_sparse_attention
+        for branch, ran in (("cmp", self.NAME), ("select", self.NAME), ("slc", kernel)):
+            note(branch, ran)
         cmp, blocks, starts = self._compressed(qkv, config)
         slc = selected(*(x.flatten(0, 1) for x in qkv), blocks, config.slc_block, starts, None)
         win = window(q, k, v, config, window_kernel)
         gates = torch.sigmoid(inputs["gates"]).unsqueeze(-1).unbind(-2)
         return gates[0] * cmp.view_as(q) + gates[1] * slc.view_as(q) + gates[2] * win
-
-    def _selected(self, group: int) -> tuple[Any, str]:
-        """Operator of the selected branch for groups of so many query heads, and its name in routes."""
-        return self.operators.topk_sparse_attention, self.NAME
 
     def _compressed(self, qkv: tuple[Tensor, Tensor, Tensor], config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
         """Compressed branch [B*S,Hq,D] of flat sequences, blocks [Hkv,B*S,n] and the sequences' bounds."""
@@ -198,12 +191,7 @@ class FlashSparseAttention(NSATriton):
     MODULES = ("nsa_ref.ops", "fsa.ops")
     NAME = "nsa_ref"
     WIDEST = 256
-    LARGEST_GROUP = 8
-
-    def _selected(self, group: int) -> tuple[Any, str]:
-        if group > self.LARGEST_GROUP:
-            return super()._selected(group)
-        return import_module("fsa.ops").FSA_topk_sparse_attention, "fsa"
+    SMALL_GROUPS = "fsa.ops"
 
 
 class ScalableFlashNSA(_TritonPeer):

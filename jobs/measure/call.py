@@ -12,45 +12,40 @@ from torch import Tensor
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
-from jobs.measure.check import Agreement, HeadShape, WrongResult
+from jobs.measure.check import Agreement, HeadShape, WrongResult, check_attention
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.rows import RowCheck
 from jobs.schema.axes import Axes
 from jobs.schema.point import Beat, Case, Device, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
+from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig
-from nsa_core.routes import route_of
+from nsa_core.routes import Branch, route_of
 
 
 class ModelCase(Case):
-    """One pass over a batch of sequences, of a model or of attention alone.
-
-    Attributes:
-        workload: "attention" alone, or the whole "model".
-        implementation: a backend of the sparse operator, or a kind of dense attention.
-        pass_: "forward", "forward+backward", "train" (with the optimizer's step) or "decode".
-        seq_len, batch: tokens in a sequence; number of sequences.
-        dtype: name of the dtype; of a `ModelPass` that of autocast, as its weights stay float32.
-        threads: PyTorch's CPU threads; None: PyTorch's default.
-        model: the model; for workload attention a bare one (`bare_model`), so that the key has only what is measured.
-    """
+    """One pass over a batch of sequences, of a model or of attention alone."""
 
     workload: Literal["attention", "model"] = "model"
-    implementation: str
-    pass_: str
-    seq_len: int
-    batch: int
-    dtype: str
+    implementation: str  # a backend of the sparse operator, or a kind of dense attention
+    pass_: str  # "forward", "forward+backward", "train" (with the optimizer's step) or "decode"
+    seq_len: int  # tokens in a sequence
+    batch: int  # sequences
+    dtype: str  # of a `ModelPass` that of autocast, as its weights stay float32
     device: Device
     seed: int
-    threads: int | None
-    model: ModelConfig
+    threads: int | None  # of PyTorch on the CPU; None: its default
+    model: ModelConfig  # for workload attention a bare one, so that the key has only what is measured
 
     @property
     def backward(self) -> bool:
         """Whether gradients are computed."""
         return self.pass_ not in ("forward", "decode")
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return BRANCHES
 
     @property
     def shape(self) -> HeadShape:
@@ -69,21 +64,21 @@ class ModelCase(Case):
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
+    def check(self) -> Agreement:
+        """Compare the attention with the oracle. Raises WrongResult."""
+        settings = self.model.nsa, self.shape, self.torch_dtype, self.torch_device
+        how: dict[str, Any] = {"backward": self.backward, "seed": self.seed, "branches": self.branches}
+        return check_attention(self.implementation, *settings, **how)
+
     def axes(self, **own: Any) -> Axes:
         """Axes of the point; `own` adds some or replaces them."""
-        common = {
-            "implementation": self.implementation,
-            "workload": self.workload,
-            "pass_": self.pass_,
-            "seq_len": self.seq_len,
-            "batch": self.batch,
-            "query_heads": self.model.heads,
-            "kv_heads": self.model.kv_heads,
-            "head_dim": self.model.head_dim,
-            "layers": self.model.layers if self.workload == "model" else None,
-            "dtype": self.dtype,
-            "device": self.device,
+        model = self.model
+        common: dict[str, Any] = {
+            name: getattr(self, name) for name in ("implementation", "workload", "pass_", "seq_len", "batch")
         }
+        common |= {"query_heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+        common |= {"layers": model.layers if self.workload == "model" else None}
+        common |= {"dtype": self.dtype, "device": self.device}
         return Axes(**common | own)
 
 
@@ -97,11 +92,9 @@ class Call(Protocol):
 
     def run(self) -> object:
         """Do the same work each time; what an earlier run has left is freed first."""
-        ...
 
     def clear(self) -> None:
         """Free what a run has left."""
-        ...
 
     @property
     def resident(self) -> list[Tensor]:
@@ -126,30 +119,28 @@ C = TypeVar("C", bound=Call)
 
 def measure_call(
     case: ModelCase,
-    check: Callable[[], Agreement],
     inputs: Callable[[], C],
     beat: Beat,
     *,
-    first_run: Callable[[C], object] | None = None,
+    first_run: Callable[[C], object] = lambda call: call.run(),
     timing: TimingSpec | None = None,
     throughput: Quantity | None = THROUGHPUT,
     graphed: Callable[[Mapping[str, str]], bool] | None = None,
     memory: bool = True,
     fastest_ms: float = 0.0,
-    then: Callable[[C, Measurement], Measurement] | None = None,
-) -> Measurement:
+) -> tuple[C, Measurement]:
     """Check a case, then measure its call: the route, the time, the peak of memory.
 
+    What may slow down later calls, such as a profile, comes afterwards, on the call that is returned.
+
     Args:
-        check: compares the implementation with the oracle; raises WrongResult.
         inputs: makes the call, once the check has passed.
-        first_run: runs the call for the first time, which tells the route; None: as it is run later.
+        first_run: runs the call for the first time, which tells the route.
         timing: limits of the time measurement; None: it is not timed.
         throughput: quantity of the tokens per second of a timed call; None: none.
         graphed: whether a route is timed by replays of a CUDA graph; None: all are called eagerly.
         memory: whether to measure the peak of memory.
         fastest_ms: time below which no result can be right.
-        then: adds what is measured last, such as a profile, which may slow down what follows it.
 
     Raises:
         WrongResult: the implementation disagrees with the oracle, so that nothing is timed; or did so in a timed call,
@@ -160,18 +151,23 @@ def measure_call(
         torch.set_num_threads(case.threads)
     device = case.torch_device
     beat("check")
-    agreement = check()
+    agreement = case.check()
     beat("inputs")
     call = inputs()
     beat("first run")
-    route = route_of(call.run if first_run is None else lambda: first_run(call))
+    route = route_of(lambda: first_run(call))
     metrics: list[Metric] = []
     files: dict[str, Any] = {}
     if timing is not None:
-        replayed = graphed is not None and graphed(route)
+        run, how = call.run, "" if graphed is None else "; eager"
+        if graphed is not None and graphed(route):
+            graph, how = torch.cuda.CUDAGraph(), "; replays of a CUDA graph"
+            with torch.cuda.graph(graph):
+                call.run()
+            run = graph.replay
         rows: RowCheck | None = getattr(call, "rows", None)
         hooks = {} if rows is None else {"before": rows.renew, "after": rows.take}
-        timed = measure_time(_captured(call.run) if replayed else call.run, device, timing, beat, **hooks)
+        timed = measure_time(run, device, timing, beat, **hooks)
         if rows is not None:
             beat("rows")
             metrics += rows.judge()
@@ -180,7 +176,6 @@ def measure_call(
                 f"{case.implementation}: took {took:.3g} ms, less than the {fastest_ms:.3g} ms that this card's "
                 "arithmetic and bandwidth allow: it does not do the work, or not in the time that is measured"
             )
-        how = "" if graphed is None else "; replays of a CUDA graph" if replayed else "; eager"
         metrics.append(summarize(TIME, timed.samples_ms, timed.method + how))
         if throughput is not None:
             per_second = [1000 * case.tokens / ms for ms in timed.samples_ms]
@@ -191,13 +186,4 @@ def measure_call(
         peak = measure_peak(call.run, device, tensor_bytes(call.resident))
         metrics += peak.metrics()
         files |= peak.files
-    measured = Measurement((*metrics, *agreement.metrics()), route, environment(device), files)
-    return measured if then is None else then(call, measured)
-
-
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    """A replay of a call that has run before, captured as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return call, Measurement((*metrics, *agreement.metrics()), route, environment(device), files)

@@ -9,10 +9,11 @@ sequence, and may differ only where float32 scores tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,6 @@ DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
     {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
 )
 
-Attend = Callable[[Mapping[str, Tensor]], Tensor]
-"""Operator: output [B,S,Hq,D] from inputs by name, as `make_inputs` names them."""
-
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
     """An implementation disagrees with the oracle, and is not timed."""
@@ -56,28 +54,18 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Error of an implementation against the oracle.
+    """Error of an implementation against the oracle."""
 
-    Attributes:
-        error: error relative to the oracle's largest value; the worst over output and gradients.
-        bound: highest error allowed.
-        case: description of the tensors compared.
-        factor: multiple of an eager run's error in the bound.
-    """
-
-    error: float
-    bound: float
-    case: str
-    factor: float = 2
+    error: float  # relative to the oracle's largest value; the worst over output and gradients
+    bound: float  # highest error allowed
+    case: str  # description of the tensors compared
+    factor: float = 2  # multiple of an eager run's error in the bound
 
     def metrics(self) -> list[Metric]:
+        error, bound = "max |x - oracle| / max |oracle|", f"{self.factor:g} times an eager run's in the dtype"
         return [
-            Metric.of(ORACLE_ERROR, self.error, method=f"max |x - oracle| / max |oracle|, {self.case}"),
-            Metric.of(
-                ORACLE_ERROR_BOUND,
-                self.bound,
-                method=f"{self.factor:g} times an eager run's in the dtype, plus a floor",
-            ),
+            Metric.of(ORACLE_ERROR, self.error, method=f"{error}, {self.case}"),
+            Metric.of(ORACLE_ERROR_BOUND, self.bound, method=f"{bound}, plus a floor"),
         ]
 
 
@@ -85,19 +73,11 @@ def make_inputs(
     shape: HeadShape, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
 ) -> dict[str, Tensor]:
     """q [B,S,Hq,D], k, v [B,S,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
-    generator = torch.Generator(device).manual_seed(seed)
-    sizes = {
-        "q": (shape.query_heads, shape.head_dim),
-        "k": (shape.kv_heads, shape.head_dim),
-        "v": (shape.kv_heads, shape.head_dim),
-        "gates": (shape.query_heads, 3),
-    }
-    return {
-        name: torch.randn(
-            batch, seq_len, *size, generator=generator, dtype=dtype, device=device, requires_grad=backward
-        )
-        for name, size in sizes.items()
-    }
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": backward}
+    options["generator"] = torch.Generator(device).manual_seed(seed)
+    keys = shape.kv_heads, shape.head_dim
+    sizes = {"q": (shape.query_heads, shape.head_dim), "k": keys, "v": keys, "gates": (shape.query_heads, 3)}
+    return {name: torch.randn(batch, seq_len, *size, **options) for name, size in sizes.items()}
 
 
 def attend(
@@ -109,6 +89,35 @@ def attend(
         return dense_attention(q, k, v, backend=DENSE_KERNELS[implementation])
     gates = torch.sigmoid(inputs["gates"])
     return nsa_attention(q, k, v, gates, config, backend=implementation, branches=branches)
+
+
+def attend_by(
+    backend: Backend,
+    inputs: Mapping[str, Tensor],
+    config: NSAConfig | None,
+    branches: tuple[Branch, ...] = BRANCHES,
+    blocks: Tensor | None = None,
+) -> Tensor:
+    """A backend's gated sum of branches; without a config dense causal attention: a window over all keys.
+
+    Args:
+        inputs: their q are the last of the positions of k and v.
+        blocks: what the selected branch attends to.
+    """
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    scale, offset = q.shape[-1] ** -0.5, k.shape[1] - q.shape[1]
+    if config is None:
+        return backend.window(q, k, v, None, k.shape[1], scale)
+    cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
+    parts = []
+    if "cmp" in branches:
+        parts.append(backend.compressed(q, compress(k, config), compress(v, config), cmp, config, offset, scale))
+    if "slc" in branches:
+        assert blocks is not None, "they are selected with the selected branch"
+        parts.append(backend.selected(q, k, v, slc, blocks, config, scale))
+    if "win" in branches:
+        parts.append(backend.window(q, k, v, win, config.window, scale))
+    return sum(parts[1:], parts[0])
 
 
 @lru_cache(maxsize=64)
@@ -134,18 +143,18 @@ def check_attention(
     config = replace(config, compress="mean")
     small, seq_len = small_case(config, shape)
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
-    blocks = None
-    if implementation not in DENSE_KERNELS and "slc" in branches:
+    dense, blocks = implementation in DENSE_KERNELS, None
+    if not dense and "slc" in branches:
         _check_selection(implementation, config, small, dtype, device, seed)
         blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
-
-    def by(backend: Backend) -> Attend:
-        if implementation in DENSE_KERNELS:
-            return lambda tensors: attend_densely(tensors, backend)
-        return lambda tensors: attend_to(blocks, tensors, config, backend, branches)
-
-    sides = results_of_sides(lambda x: attend(x, config, implementation, branches), by, inputs, backward)
-    return judge(*sides, dtype, f"S={seq_len}, {small}", implementation)
+    return compare(
+        lambda x: attend(x, config, implementation, branches),
+        lambda x, backend: attend_by(backend, x, None if dense else config, branches, blocks),
+        inputs,
+        f"S={seq_len}, {small}",
+        implementation,
+        backward=backward,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -219,31 +228,37 @@ def small_case(config: NSAConfig, shape: HeadShape) -> tuple[HeadShape, int]:
     return heads, (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
 
 
-def results_of_sides(
-    timed: Attend, by: Callable[[Backend], Attend], inputs: Mapping[str, Tensor], backward: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Results of the timed operator, of an eager run and of the oracle in float64: the first arguments of `judge`.
+def compare(
+    timed: Callable[[Mapping[str, Tensor]], Tensor],
+    by: Callable[[Mapping[str, Tensor], Backend], Tensor],
+    inputs: Mapping[str, Tensor],
+    case: str,
+    implementation: str,
+    *,
+    backward: bool,
+    factor: float = 2,
+) -> Agreement:
+    """`judge` of an operator, its output and the gradients of a weighted sum of it.
 
     Args:
+        timed: gives the output [B,S,Hq,D] of inputs as `make_inputs` names them.
         by: the same operator computed by a backend.
     """
+
+    def results(call: Callable[[Mapping[str, Tensor]], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.set_grad_enabled(backward):
+            out = call(tensors)
+        if not backward:
+            return {"output": out}
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
+        grads = torch.autograd.grad(out, list(tensors.values()), weights, allow_unused=True)
+        named = {f"gradient of {name}": g for name, g in zip(tensors, grads, strict=True) if g is not None}
+        return {"output": out.detach(), **named}
+
     wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
-    truth = _results(by(BACKENDS["reference"]), wide, backward)
-    eager = _results(by(BACKENDS["naive"]), inputs, backward)
-    return _results(timed, inputs, backward), eager, truth
-
-
-def _results(call: Attend, inputs: Mapping[str, Tensor], backward: bool) -> dict[str, Tensor]:
-    """Output and, with `backward`, gradients of a weighted sum of it, by name."""
-    with torch.set_grad_enabled(backward):
-        out = call(inputs)
-    if not backward:
-        return {"output": out}
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-    used: Sequence[Tensor] = list(inputs.values())
-    grads = torch.autograd.grad(out, used, weights, allow_unused=True)
-    named = {f"gradient of {name}": g for name, g in zip(inputs, grads, strict=True) if g is not None}
-    return {"output": out.detach(), **named}
+    truth = results(lambda x: by(x, BACKENDS["reference"]), wide)
+    eager = results(lambda x: by(x, BACKENDS["naive"]), inputs)
+    return judge(results(timed, inputs), eager, truth, inputs["q"].dtype, case, implementation, factor)
 
 
 def _check_selection(
@@ -265,34 +280,6 @@ def _check_selection(
             f"{implementation}: selects other blocks than the oracle for {share:.1%} of the queries; "
             f"at most {MISMATCH:.1%} can be ties"
         )
-
-
-def attend_densely(inputs: Mapping[str, Tensor], backend: Backend) -> Tensor:
-    """A backend's dense causal attention: a window over all keys."""
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    return backend.window(q, k, v, None, k.shape[1], q.shape[-1] ** -0.5)
-
-
-def attend_to(
-    blocks: Tensor | None,
-    inputs: Mapping[str, Tensor],
-    config: NSAConfig,
-    backend: Backend,
-    branches: tuple[Branch, ...],
-) -> Tensor:
-    """A backend's gated sum of branches, the selected one over given blocks; q are the last of the positions."""
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    scale, offset = q.shape[-1] ** -0.5, k.shape[1] - q.shape[1]
-    cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
-    parts = []
-    if "cmp" in branches:
-        parts.append(backend.compressed(q, compress(k, config), compress(v, config), cmp, config, offset, scale))
-    if "slc" in branches:
-        assert blocks is not None, "they are selected with the selected branch"
-        parts.append(backend.selected(q, k, v, slc, blocks, config, scale))
-    if "win" in branches:
-        parts.append(backend.window(q, k, v, win, config.window, scale))
-    return sum(parts[1:], parts[0])
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter  # bound here: what is timed cannot replace it
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -42,8 +41,7 @@ class TimingSpec(Strict):
         return self
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Samples in milliseconds, in the order taken, and a description of the measurement."""
 
     samples_ms: tuple[float, ...]
@@ -69,48 +67,46 @@ def measure_time(
     seconds. Garbage collection is off while sampling.
     """
     warmups: list[float] = []  # seconds
-    while not warmups or not (_is_steady(warmups) or len(warmups) >= plan.warmup or sum(warmups) >= plan.max_s):
+    steady = False
+    while not warmups or not (steady or len(warmups) >= plan.warmup or sum(warmups) >= plan.max_s):
         beat("warm-up", len(warmups), plan.warmup)
         before()
-        warmups.append(_timed(call, device)[0])
+        warmups.append(_timed(call, device, lambda result: None))
+        last = warmups[-_STEADY_RUNS:]
+        steady = len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
+    batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
+    filler = l2_filler(device) if device.type == "cuda" else None
     samples: list[float] = []
+    spent_ms = 0.0
     gc.collect()
     gc.disable()
     try:
-        batch = max(1, min(plan.repeats, int(_BATCH_S / max(warmups[-1], 1e-6))))
-        filler = l2_filler(device) if device.type == "cuda" else None
-        spent_ms = 0.0
         while not samples or (
             spent_ms < 1000 * plan.max_s and (len(samples) < plan.repeats or spent_ms < 1000 * plan.min_s)
         ):
             beat("time", len(samples), plan.repeats)
             if filler is None:
                 before()
-                seconds, result = _timed(call, device)
-                after(result)
-                taken = [1000 * seconds]
-                del result
+                taken = [1000 * _timed(call, device, after)]
             else:
                 taken = _batch_on_cuda(call, batch, filler, before, after)
             samples += taken
             spent_ms += sum(taken)
     finally:
         gc.enable()
-    steady = "steady" if _is_steady(warmups) else f"not steady within {_STEADY_SPREAD:.0%}"
+    words = "steady" if steady else f"not steady within {_STEADY_SPREAD:.0%}"
     clock = "performance counter" if filler is None else "CUDA events, L2 overwritten before each run"
-    return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({steady}), {len(samples)} samples")
+    return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({words}), {len(samples)} samples")
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def _timed(call: Callable[[], Any], device: torch.device, after: Callable[[Any], object]) -> float:
+    """Seconds of a run, whose result `after` gets."""
     start = perf_counter()
     result = call()
     synchronize(device)
-    return perf_counter() - start, result
-
-
-def _is_steady(runs: list[float]) -> bool:
-    last = runs[-_STEADY_RUNS:]
-    return len(last) == _STEADY_RUNS and max(last) <= min(last) * (1 + _STEADY_SPREAD)
+    seconds = perf_counter() - start
+    after(result)
+    return seconds
 
 
 def _batch_on_cuda(

@@ -7,6 +7,7 @@ backward, and the kernels' launches tell their stages. A branch whose gate is me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jobs.measure.check import HeadShape, WrongResult
-from nsa_core import NSAConfig, nsa_attention
+from jobs.measure.call import ModelCase
+from jobs.measure.check import WrongResult
+from nsa_core import nsa_attention
 from nsa_core.functional import BRANCHES
 from nsa_core.kernels.runtime.launch import observe
 from nsa_core.routes import Branch
@@ -34,52 +36,34 @@ _FOREIGN: Mapping[Branch, tuple[str, ...]] = {
 }
 
 
-def trace_branch(
-    branch: Branch,
-    implementation: str,
-    config: NSAConfig,
-    shape: HeadShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    backward: bool,
-) -> str:
-    """Run one branch on its own on a small case; returns what it ran, an operation or a launch a line.
+def trace_branch(case: ModelCase, branch: Branch) -> str:
+    """Run one branch of a case on its own on a short sequence; returns what it ran, an operation or a launch a line.
 
     Raises:
         WrongResult: it read or launched what belongs to another branch.
     """
-    seq_len = (config.slc_count + 1) * config.slc_block
-    named = _inputs(shape, seq_len, dtype, device, backward)
-    keys = named["keys of cmp"], named["keys of slc"], named["keys of win"]
-    values = named["values of cmp"], named["values of slc"], named["values of win"]
-    with observe() as launches, torch.set_grad_enabled(backward):
-        reads = _Reads(named)
-        with reads:
-            out = nsa_attention(
-                named["q"], keys, values, named["gates"], config, backend=implementation, branches=(branch,)
-            )
-            got = torch.autograd.grad(out.sum(), list(named.values()), allow_unused=True) if backward else ()
-    used = {name for name, gradient in zip(named, got, strict=False) if gradient is not None}
+    config, shape = replace(case.model.nsa, compress="mean"), case.shape
+    seq_len, kv = (config.slc_count + 1) * config.slc_block, (shape.kv_heads, shape.head_dim)
+    sizes = {"q": (shape.query_heads, shape.head_dim), "gates": (shape.query_heads, len(BRANCHES))}
+    sizes |= {f"{kind} of {name}": kv for kind in ("keys", "values") for name in BRANCHES}
+    options: dict[str, Any] = {"dtype": case.torch_dtype, "device": case.torch_device}
+    options["generator"] = torch.Generator(case.torch_device).manual_seed(0)
+    named = {name: torch.rand(1, seq_len, *size, **options) for name, size in sizes.items()}
+    for x in named.values():
+        x.requires_grad_(case.backward)
+    q, gates, k_cmp, k_slc, k_win, v_cmp, v_slc, v_win = named.values()
+    with observe() as launches, torch.set_grad_enabled(case.backward), _Reads(named) as reads:
+        how: dict[str, Any] = {"backend": case.implementation, "branches": (branch,)}
+        out = nsa_attention(q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win), gates, config, **how)
+        got = torch.autograd.grad(out.sum(), list(named.values()), allow_unused=True) if case.backward else ()
+    read = reads.names | {name for name, gradient in zip(named, got, strict=False) if gradient is not None}
     stages = [launch.stage for launch in launches]
-    _refuse_foreign(branch, implementation, reads.names | used, stages)
+    refuse_foreign(branch, case.implementation, read, stages)
     return "\n".join([*reads.operations, *(f"launch of stage {stage}" for stage in stages), ""])
 
 
-def _inputs(
-    shape: HeadShape, seq_len: int, dtype: torch.dtype, device: torch.device, backward: bool
-) -> dict[str, Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    sizes = {"q": (shape.query_heads, shape.head_dim), "gates": (shape.query_heads, len(BRANCHES))}
-    sizes |= {f"{kind} of {name}": (shape.kv_heads, shape.head_dim) for kind in ("keys", "values") for name in BRANCHES}
-    made = {
-        name: torch.rand(1, seq_len, *size, generator=generator, dtype=dtype, device=device)
-        for name, size in sizes.items()
-    }
-    return {name: x.requires_grad_(backward) for name, x in made.items()}
-
-
-def _refuse_foreign(branch: Branch, implementation: str, read: set[str], stages: Sequence[str]) -> None:
+def refuse_foreign(branch: Branch, implementation: str, read: set[str], stages: Sequence[str]) -> None:
+    """Raise WrongResult for tensors that were read, or stages that were launched, for other branches."""
     foreign = sorted(name for name in read if name not in ("q", "gates", *_READS[branch]))
     foreign += sorted({stage for stage in stages if any(word in stage for word in _FOREIGN[branch])})
     if foreign:

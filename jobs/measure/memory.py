@@ -8,63 +8,45 @@ depend on memory that the C library keeps.
 from __future__ import annotations
 
 import gc
-import os
+import re
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from jobs.schema.point import Metric
 from jobs.schema.quantities import PEAK_DRIVER, PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_RSS
 
-_MIB = 2**20
-_GRAPHS = " and the memory of CUDA graphs that it leaves out"
-
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes at the call's peak.
+    """Bytes at the call's peak."""
 
-    Attributes:
-        extra: bytes allocated beyond those allocated before the call.
-        allocated: bytes of all tensors together.
-        held: bytes held by the process: CUDA's reserved memory; on CPU the high-water mark of the resident set.
-        driver: bytes in use on the card as the driver counts them, other processes included; None on CPU.
-        method: description of the measurement.
-        files: reports of the allocator, as text by file name.
-    """
-
-    extra: int
-    allocated: int
-    held: int
-    driver: int | None
-    method: str
-    files: dict[str, str]
+    extra: int  # beyond those allocated before the call
+    allocated: int  # of all tensors together
+    held: int  # by the process: CUDA's reserved memory; on CPU the high-water mark of the resident set
+    method: str  # description of the measurement
+    driver: int | None = None  # in use on the card as the driver counts it, other processes included; None on CPU
+    files: dict[str, str] = field(default_factory=dict)  # reports of the allocator
 
     def metrics(self) -> list[Metric]:
         """Metrics of the peak in MiB."""
         held = PEAK_RSS if self.driver is None else PEAK_RESERVED
         found = [(PEAK_EXTRA_MEMORY, self.extra), (PEAK_MEMORY, self.allocated), (held, self.held)]
-        if self.driver is not None:
-            found.append((PEAK_DRIVER, self.driver))
-        return [Metric.of(quantity, size / _MIB, method=self.method) for quantity, size in found]
+        found += [] if self.driver is None else [(PEAK_DRIVER, self.driver)]
+        return [Metric.of(quantity, size / 2**20, method=self.method) for quantity, size in found]
 
 
-@dataclass(frozen=True)
-class GraphMemory:
-    """Bytes of the memory that CUDA graphs were captured in, which stays theirs.
-
-    Attributes:
-        held: all of it.
-        idle: the part that the allocator counts as free, though every replay writes to it.
-    """
+class GraphMemory(NamedTuple):
+    """Bytes of the memory that CUDA graphs were captured in, which stays theirs."""
 
     held: int
-    idle: int
+    idle: int  # the part that the allocator counts as free, though every replay writes to it
 
 
 def graph_memory(device: torch.device) -> GraphMemory:
@@ -79,13 +61,10 @@ def graph_memory(device: torch.device) -> GraphMemory:
 def measure_held(call: Callable[[], object], device: torch.device, resident: int) -> int:
     """Run `call` once; returns the bytes of all tensors while its result is alive. `resident` as in measure_peak."""
     gc.collect()
-    if device.type == "cuda":
-        result = call()
-        held = torch.cuda.memory_allocated(device)
-    else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-            result = call()
-        held = resident + sum(size for _, size in _allocations(watch))
+    if device.type != "cuda":
+        return resident + sum(_allocations(call))
+    result = call()
+    held = torch.cuda.memory_allocated(device)
     del result
     return held
 
@@ -113,67 +92,39 @@ def _peak_cuda(call: Callable[[], object], device: torch.device, cuda_graphs: bo
     free, total = torch.cuda.mem_get_info(device)
     summary = torch.cuda.memory_summary(device)
     del result
-    return Peak(
-        extra=allocated - before,
-        allocated=allocated,
-        held=torch.cuda.max_memory_reserved(device),
-        driver=total - free,
-        method=f"CUDA caching allocator, one run: max_memory_allocated{_GRAPHS if cuda_graphs else ''} minus "
-        "memory_allocated before it",
-        files={"memory_summary.txt": summary},
-    )
+    also = " and the memory of CUDA graphs that it leaves out" if cuda_graphs else ""
+    method = f"CUDA caching allocator, one run: max_memory_allocated{also} minus memory_allocated before it"
+    reserved = torch.cuda.max_memory_reserved(device)
+    return Peak(allocated - before, allocated, reserved, method, total - free, {"memory_summary.txt": summary})
 
 
 def _peak_cpu(call: Callable[[], object], resident: int) -> Peak:
-    lifetime = not _reset_high_water()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
+        since = "during the run (profiler included)"
+    except OSError:
+        since = "since the process began"
+    level = extra = 0
+    for size in _allocations(call):
+        level += size
+        extra = max(extra, level)
+    try:
+        mark = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    except OSError:
+        mark = None
+    rss = int(mark[1]) if mark else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    method = f"events of PyTorch's CPU allocator, one run; resident set: high-water mark {since}"
+    return Peak(extra, resident + extra, rss * 1024, method)
+
+
+def _allocations(call: Callable[[], object]) -> list[int]:
+    """Bytes of every allocation of one run, negative of every release, in order of time; its result counts as alive."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
         result = call()
-    extra = _highest_sum(_allocations(watch))
-    rss = _high_water()
-    del result
-    since = "since the process began" if lifetime else "during the run (profiler included)"
-    return Peak(
-        extra=extra,
-        allocated=resident + extra,
-        held=rss,
-        driver=None,
-        method=f"events of PyTorch's CPU allocator, one run; resident set: high-water mark {since}",
-        files={},
-    )
-
-
-def _allocations(watch: profile) -> list[tuple[int, int]]:
-    """(nanosecond, bytes) of every allocation and release; negative bytes for a release."""
     inner: Any = watch.profiler  # the events' accessors are not in PyTorch's type stubs
-    return [(e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"]
-
-
-def _highest_sum(events: list[tuple[int, int]]) -> int:
-    """Highest running sum of the bytes of (time, bytes) events; simultaneous ones in the order recorded."""
-    level = highest = 0
-    for _, size in sorted(events, key=lambda event: event[0]):
-        level += size
-        highest = max(highest, level)
-    return highest
-
-
-def _reset_high_water() -> bool:
-    """Reset VmHWM (proc(5), clear_refs); False if that is not permitted."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _high_water() -> int:
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    events = [(e.start_ns(), e.nbytes()) for e in inner.kineto_results.events() if e.name() == "[memory]"]
+    del result
+    return [size for _, size in sorted(events, key=lambda event: event[0])]
 
 
 def tensor_bytes(tensors: list[torch.Tensor]) -> int:
@@ -183,4 +134,4 @@ def tensor_bytes(tensors: list[torch.Tensor]) -> int:
 
 def resident_bytes() -> int:
     """Bytes of this process in the host's memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss

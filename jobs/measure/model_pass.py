@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -93,14 +93,7 @@ class PassSpec(PresetSpec):
         return self
 
     def pass_points(self, machine: Machine, case_type: type[PassCase], **own: Any) -> Sequence[Point]:
-        """Points of the whole grid, shortest lengths first.
-
-        Args:
-            case_type: the kind's Case; `own` are fields that it adds.
-
-        Raises:
-            SpecError: an implementation cannot run on this machine.
-        """
+        """Points of the whole grid, shortest lengths first; `own` are fields that the kind's Case adds."""
         self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
@@ -128,8 +121,7 @@ class ModelPass:
 
     def __init__(self, case: PassCase) -> None:
         torch.manual_seed(case.seed)
-        self.device = case.torch_device
-        self._pass, self._half = case.pass_, case.dtype == "bfloat16"
+        self.case, self.device = case, case.torch_device
         self.model = NSATransformer(case.model).to(self.device).train(case.backward)
         tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=self.device)
         self.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
@@ -149,32 +141,26 @@ class ModelPass:
     def resident(self) -> list[Tensor]:
         return [*self.parameters, *self.model.buffers(), *self.state, *self.inputs]
 
-    @property
-    def backward(self) -> Callable[[Tensor], None] | None:
-        """The pass back from a loss, and the optimizer's step if there is one; None without gradients."""
-        return None if self._pass == "forward" else self._backward
-
     def forward(self) -> Tensor:
         """Loss of the tokens."""
-        precision = torch.autocast(self.device.type, torch.bfloat16) if self._half else nullcontext()
-        with torch.set_grad_enabled(self._pass != "forward"), precision:
+        half = self.case.dtype == "bfloat16"
+        precision = torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext()
+        with torch.set_grad_enabled(self.case.backward), precision:
             return self.model(*self.inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """The pass back from a loss, and the optimizer's step, as far as the pass has them."""
+        if self.case.backward:
+            loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
 
     def run(self) -> Tensor:
         """The whole pass, without the gradients of an earlier one; its own stay."""
         self.clear()
         loss = self.forward()
-        if self.backward is not None:
-            self.backward(loss)
+        self.backward(loss)
         return loss
-
-    def gradients(self) -> Iterable[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()

@@ -5,53 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs.measure import check
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
-from jobs.measure.check import DENSE_KERNELS
+from jobs.measure.check import DENSE_KERNELS, Agreement, attend, check_model, make_inputs
 from jobs.measure.clock import TimingSpec
 from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
-from jobs.schema.quantities import (
-    AGREEMENT,
-    ESTIMATE_ERROR,
-    MEMORY,
-    PEAK_EXTRA_MEMORY,
-    ROWS_ERROR,
-    ROWS_ERROR_BOUND,
-    THROUGHPUT,
-    TIME,
-)
-from jobs.specs.fields import (
-    MOST,
-    NSA,
-    BareNSA,
-    Count,
-    DType,
-    HeadsSpec,
-    Large,
-    Lengths,
-    Passes,
-    Preset,
-    Unique,
-    torch_dtype,
-)
+from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
+from jobs.specs.fields import MOST, NSA, BareNSA, Count, DType, HeadsSpec, Large, Lengths, Passes, Preset, Unique
 from jobs.specs.fit import case_fields, dense_reasons, does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
-from nsa_core.routes import Branch
 
 # Quantities of `measure_operator`.
-OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, ROWS_ERROR, ROWS_ERROR_BOUND)
+OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *ROWS)
 
 
 class OperatorCase(ModelCase):
@@ -59,76 +35,42 @@ class OperatorCase(ModelCase):
 
     timing: TimingSpec
 
-    @property
-    def branches(self) -> tuple[Branch, ...]:
-        return BRANCHES
-
     def estimate(self) -> MemoryEstimate | None:
         """Memory predicted by nsa_core.memory; None if it has no prediction for the implementation."""
         if not predicts(self.implementation):
             return None
-        common: dict[str, Any] = {
-            "implementation": self.implementation,
-            "batch": self.batch,
-            "seq_len": self.seq_len,
-            "dtype": self.torch_dtype,
-            "backward": self.backward,
-            "device": self.torch_device,
-        }
+        common: dict[str, Any] = {"implementation": self.implementation, "batch": self.batch, "seq_len": self.seq_len}
+        common |= {"dtype": self.torch_dtype, "backward": self.backward, "device": self.torch_device}
         if self.workload == "model":
             return estimate_model(self.model, optimizer=None, **common)
         heads = {"query_heads": self.model.heads, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
         return estimate_attention(self.model.nsa, **heads, **common)
 
-    def check(self) -> check.Agreement:
+    def check(self) -> Agreement:
         """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
-        settings = self.torch_dtype, self.torch_device
-        how = {"backward": self.backward, "seed": self.seed}
-        attention = check.check_attention(
-            self.implementation, self.model.nsa, self.shape, *settings, **how, branches=self.branches
-        )
+        attention = super().check()
         if self.workload == "attention":
             return attention
-        model = check.check_model(self.implementation, self.model, *settings, **how)
+        settings = self.torch_dtype, self.torch_device
+        model = check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
         return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
 
-    def call(self) -> FunctionCall:
-        return self._model_call() if self.workload == "model" else self._attention_call()
-
     def inputs(self) -> dict[str, Tensor]:
-        """q, k, v and gate logits, as `check.make_inputs` makes them."""
+        """q, k, v and gate logits, as `make_inputs` makes them."""
         settings = self.batch, self.seq_len, self.torch_dtype, self.torch_device, self.seed, self.backward
-        return check.make_inputs(self.shape, *settings)
+        return make_inputs(self.shape, *settings)
 
-    def _attention_call(self) -> FunctionCall:
-        inputs = self.inputs()
-        if self.implementation in DENSE_KERNELS:
-            del inputs["gates"]
-
-        def attend() -> Tensor:
-            return check.attend(inputs, self.model.nsa, self.implementation, self.branches)
-
-        call = self.differentiated(attend, inputs)
-        towards = call.resident[-1] if self.backward else None
-        rows = RowCheck(self.implementation, self.model.nsa, self.branches, inputs, towards, self.seed)
-        return replace(call, rows=rows)
-
-    def differentiated(self, attend: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> FunctionCall:
-        """A call of `attend` and, if the case is backward, of its gradients towards the inputs."""
-        if not self.backward:
-            return FunctionCall(torch.no_grad()(attend), [*inputs.values()])
-        q, unused = inputs["q"], self.branches != BRANCHES  # a branch alone reads not all of them
-        generator = torch.Generator(q.device).manual_seed(self.seed + 1)
-        towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
-
-        def run() -> object:
-            out = attend()
-            return out, torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=unused)
-
-        return FunctionCall(run, [*inputs.values(), towards])
-
-    def _model_call(self) -> FunctionCall:
-        """The loss on random tokens, and its gradients."""
+    def call(self) -> FunctionCall:
+        """The operator; or for workload model the loss on random tokens, and its gradients."""
+        if self.workload == "attention":
+            inputs = self.inputs()
+            if self.implementation in DENSE_KERNELS:
+                del inputs["gates"]
+            settings = self.model.nsa, self.implementation, self.branches
+            call = self.differentiated(lambda: attend(inputs, *settings), inputs)
+            towards = call.resident[-1] if self.backward else None
+            rows = RowCheck(self.implementation, self.model.nsa, self.branches, inputs, towards, self.seed)
+            return replace(call, rows=rows)
         torch.manual_seed(self.seed)
         model = NSATransformer(self.model).to(self.torch_device, self.torch_dtype).train(self.backward)
         tokens = torch.randint(self.model.vocab_size, (self.batch, self.seq_len + 1), device=self.torch_device)
@@ -144,13 +86,19 @@ class OperatorCase(ModelCase):
 
         return FunctionCall(run, resident)
 
+    def differentiated(self, attend: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> FunctionCall:
+        """A call of `attend` and, if the case is backward, of its gradients towards the inputs."""
+        if not self.backward:
+            return FunctionCall(torch.no_grad()(attend), [*inputs.values()])
+        q, unused = inputs["q"], self.branches != BRANCHES  # a branch alone reads not all of them
+        generator = torch.Generator(q.device).manual_seed(self.seed + 1)
+        towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
 
-def fastest_ms(case: ModelCase) -> float:
-    """Time below which a call of attention is not possible on this card; 0 where its peaks are not known."""
-    if case.workload != "attention" or case.device != "cuda":
-        return 0.0
-    card = torch.cuda.get_device_name(case.torch_device)
-    return lowest_ms(case, BF16_PEAKS[card], BANDWIDTHS[card]) if card in BF16_PEAKS else 0.0
+        def run() -> object:
+            out = attend()
+            return out, torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=unused)
+
+        return FunctionCall(run, [*inputs.values(), towards])
 
 
 def lowest_ms(case: ModelCase, flops: float, bandwidth: float) -> float:
@@ -168,18 +116,22 @@ def lowest_ms(case: ModelCase, flops: float, bandwidth: float) -> float:
 
 
 def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
-    """Check one case, measure its time and memory, and compare the memory with the prediction.
-
-    Raises:
-        As measure_call.
-    """
-    measured = measure_call(case, case.check, case.call, beat, timing=case.timing, fastest_ms=fastest_ms(case))
+    """Check a case, measure its time and memory, and compare the memory with the prediction. Raises as measure_call."""
+    fastest_ms = 0.0
+    if case.workload == "attention" and case.device == "cuda":
+        card = torch.cuda.get_device_name(case.torch_device)
+        fastest_ms = lowest_ms(case, BF16_PEAKS[card], BANDWIDTHS[card]) if card in BF16_PEAKS else 0.0
+    _, measured = measure_call(case, case.call, beat, timing=case.timing, fastest_ms=fastest_ms)
     if (estimate := case.estimate()) is None:
         return measured
+    return replace(measured, metrics=(*measured.metrics, estimate_error(estimate, measured)))
+
+
+def estimate_error(estimate: MemoryEstimate, measured: Measurement) -> Metric:
+    """How far a predicted peak is from the measured one [%]."""
     extra = next(metric.value for metric in measured.metrics if metric.name == PEAK_EXTRA_MEMORY.name) * 2**20
-    error = 100 * (estimate.extra - extra) / extra
-    compared = Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_extra_memory")
-    return replace(measured, metrics=(*measured.metrics, compared))
+    error, method = 100 * (estimate.extra - extra) / extra, "(predicted - measured) / measured, of peak_extra_memory"
+    return Metric.of(ESTIMATE_ERROR, error, method=method)
 
 
 class SweepSpec(JobSpec):
@@ -218,38 +170,21 @@ class WorkloadSpec(SweepSpec):
         return replace(base, layers=layers or base.layers, nsa=self.nsa or base.nsa)
 
 
-CaseT = TypeVar("CaseT", bound=OperatorCase)
-
-
 @dataclass(frozen=True)
-class Sweep(Generic[CaseT]):
-    """Coordinates that all points of a sweep share.
-
-    Attributes:
-        spec: the job.
-        machine: the device to measure on.
-        case: the kind's Case.
-        model: the model, or the model whose attention is measured.
-        batch: sequences in a call.
-        workload: "attention" alone, or the whole "model".
-        layout: beginning of the labels.
-    """
+class Sweep:
+    """Coordinates that all points of a sweep share."""
 
     spec: SweepSpec
     machine: Machine
-    case: type[CaseT]
-    model: ModelConfig
+    case: type[OperatorCase]  # the kind's
+    model: ModelConfig  # or the one whose attention is measured
     batch: int
     workload: Literal["attention", "model"] = "attention"
-    layout: str = ""
+    layout: str = ""  # beginning of the labels
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
-        """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length.
-
-        Raises:
-            SpecError: an implementation cannot run on the machine.
-        """
-        dense = dense_reasons(self.machine, torch_dtype(self.spec.dtype), self.model.head_dim)
+        """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length."""
+        dense = dense_reasons(self.machine, self.spec.dtype, self.model.head_dim)
         refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, dense)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
@@ -260,11 +195,11 @@ class Sweep(Generic[CaseT]):
             points.append(self.point(case, estimate_bytes=needed, skip_reason=skip))
         return points
 
-    def point(self, case: CaseT, **fields: Any) -> Point:
+    def point(self, case: OperatorCase, **fields: Any) -> Point:
         label = f"{self.layout}{case.implementation} {case.pass_} S={case.seq_len}"
         return Point(self.spec.kind, label, case, case.axes(), **fields)
 
-    def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> CaseT:
+    def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> OperatorCase:
         """The case at these coordinates; `own` are fields of the kind's."""
         model, dense = self.model, implementation in DENSE_KERNELS
         if self.workload == "attention":
@@ -306,7 +241,7 @@ class LayoutsSpec(SweepSpec):
                 raise ValueError(f"tokens: {self.tokens}: use at most {MOST * length}, {MOST:,} sequences of {length}")
         return self
 
-    def sweeps(self, machine: Machine, case: type[CaseT]) -> list[tuple[int, Sweep[CaseT]]]:
+    def sweeps(self, machine: Machine, case: type[OperatorCase]) -> list[tuple[int, Sweep]]:
         """Each length with its sweep for each head layout, shortest lengths first."""
         sweeps = []
         for length, heads in product(sorted(self.lengths), self.shapes):

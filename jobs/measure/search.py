@@ -7,8 +7,7 @@ neighbours are shown to pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jobs.schema.point import EndedPoint, Metric
 from jobs.schema.quantities import Better, Quantity, Role
@@ -22,6 +21,7 @@ BISECTION = (FAILING_LAYERS, FAILING_LENGTH, SIZES_FAILED, SIZES_TRIED)
 
 Size = tuple[int, int]
 """Layers, and tokens of a sequence."""
+S = TypeVar("S")
 
 
 class Untried(Exception):  # noqa: N818 - control flow of a search
@@ -30,6 +30,13 @@ class Untried(Exception):  # noqa: N818 - control flow of a search
     def __init__(self, size: Any) -> None:
         super().__init__(size)
         self.size = size
+
+
+def outcome(tried: Mapping[S, EndedPoint], size: S) -> EndedPoint:
+    """The point that tried a size. Raises Untried."""
+    if size not in tried:
+        raise Untried(size)
+    return tried[size]
 
 
 def last_that_fits(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
@@ -44,69 +51,36 @@ def last_that_fits(fits: Callable[[int], bool], count: int, guess: int) -> int |
     return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
 
 
-@dataclass(frozen=True)
-class Bisection:
-    """Outcome of the search.
+def bisected(
+    layers: Sequence[int], lengths: Sequence[int], tried: Mapping[Size, EndedPoint]
+) -> tuple[tuple[Metric, ...], str | None]:
+    """Metrics of a search for the smallest size that fails, and the answer in words; None if not even the largest does.
 
-    Attributes:
-        smallest: the smallest size that fails; None: not even the largest does.
-        tried: every size that was tried.
+    Raises:
+        Untried: for the next size to try.
     """
+    layers, lengths = sorted(layers), sorted(lengths)
 
-    smallest: Size | None
-    tried: Mapping[Size, EndedPoint]
+    def fails(layer: int, length: int) -> bool:
+        return outcome(tried, (layers[layer], lengths[length])).state is not PointState.OK
 
-    @classmethod
-    def of(cls, layers: Sequence[int], lengths: Sequence[int], tried: Mapping[Size, EndedPoint]) -> Bisection:
-        """The answer by the sizes that were tried. Raises Untried for the next one to try."""
-        layers, lengths = sorted(layers), sorted(lengths)
-
-        def fails(layer: int, length: int) -> bool:
-            size = layers[layer], lengths[length]
-            if size not in tried:
-                raise Untried(size)
-            return tried[size].state is not PointState.OK
-
-        place = smallest_failing(fails, len(layers), len(lengths))
-        return cls(None if place is None else (layers[place[0]], lengths[place[1]]), tried)
-
-    @property
-    def largest(self) -> Size:
-        return max(self.tried)
-
-    @property
-    def sentence(self) -> str:
-        """The smallest size that fails, and its neighbours."""
-        assert self.smallest is not None, "of a search that found one"
-        trial = self.tried[self.smallest]
-        return (
-            f"the smallest size that fails: {_words(self.smallest)} ({trial.state}: {trial.reason}); {self._neighbours}"
-        )
-
-    @property
-    def _neighbours(self) -> str:
-        """Outcomes of the next smaller sizes, in words; none is below a search's fewest layers and shortest length."""
-        assert self.smallest is not None, "of a search that found one"
-        layers, length = self.smallest
-        fewer = [size for size in self.tried if size[0] < layers and size[1] == length]
-        shorter = [size for size in self.tried if size[0] == layers and size[1] < length]
-        found = [_words(max(sizes)) for sizes in (fewer, shorter) if sizes]
-        ends = [
-            *([f"{' and '.join(found)} pass{'' if found[1:] else 'es'}"] if found else []),
-            *([] if fewer else ["fewer layers are not among the sizes"]),
-            *([] if shorter else ["shorter lengths are not among the sizes"]),
-        ]
-        return ", ".join(ends)
-
-    def metrics(self) -> list[Metric]:
-        failed = sum(trial.state is not PointState.OK for trial in self.tried.values())
-        found = [Metric.of(SIZES_FAILED, failed), Metric.of(SIZES_TRIED, len(self.tried))]
-        if self.smallest is not None:
-            method = f"bisection, each size a point; {self._neighbours}"
-            layers, length = self.smallest
-            found += [Metric.of(FAILING_LAYERS, layers, method=method)]
-            found += [Metric.of(FAILING_LENGTH, length, method=method)]
-        return found
+    place = smallest_failing(fails, len(layers), len(lengths))
+    failed = sum(trial.state is not PointState.OK for trial in tried.values())
+    counts = Metric.of(SIZES_FAILED, failed), Metric.of(SIZES_TRIED, len(tried))
+    if place is None:
+        return counts, None
+    layer, length = size = layers[place[0]], lengths[place[1]]
+    fewer = [other for other in tried if other[0] < layer and other[1] == length]
+    shorter = [other for other in tried if other[0] == layer and other[1] < length]
+    passing = [_words(max(sizes)) for sizes in (fewer, shorter) if sizes]
+    words = [f"{' and '.join(passing)} pass{'' if passing[1:] else 'es'}"] if passing else []
+    words += [] if fewer else ["fewer layers are not among the sizes"]
+    words += [] if shorter else ["shorter lengths are not among the sizes"]
+    neighbours, trial = ", ".join(words), tried[size]
+    method = f"bisection, each size a point; {neighbours}"
+    found = Metric.of(FAILING_LAYERS, layer, method=method), Metric.of(FAILING_LENGTH, length, method=method)
+    what = f"the smallest size that fails: {_words(size)} ({trial.state}: {trial.reason}); {neighbours}"
+    return (*counts, *found), what
 
 
 def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: int) -> tuple[int, int] | None:

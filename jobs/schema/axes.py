@@ -10,32 +10,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from jobs.schema.plain_text import shown
 
 Coordinate = str | int
 _LONGEST = 400  # characters of a coordinate of a kind's own, whatever its Axis says
+_PRINTABLE = "printable text of at most"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One coordinate.
+    """One coordinate."""
 
-    Attributes:
-        name: column of the database and key in records, rules and addresses.
-        type: type of its values, "text" or "whole" (numbers).
-        label: display name in tables and filters.
-        size: characters of the longest text, or bytes of the integer, in the database.
-        in_series: whether points that differ in it belong to different curves. False for the length, the curves' x
-            axis, and for the batch, which is divided out of times and memory.
-    """
-
-    name: str
-    type: Literal["text", "whole"]
-    label: str
-    size: int = 40
+    name: str  # column of the database and key in records, rules and addresses
+    type: Literal["text", "whole"]  # of its values
+    label: str  # in tables and filters
+    size: int = 40  # characters of the longest text, or bytes of the integer, in the database
+    # Whether points that differ in it belong to different curves: not the length, the curves' x axis, and the batch,
+    # which is divided out of times and memory.
     in_series: bool = True
 
     @property
@@ -103,11 +97,9 @@ def check_axes(axes: Sequence[Axis]) -> None:
             raise ValueError(f"AXES: {axis!r}: is not an Axis of type 'text' or 'whole'; correct it")
         if not axis.in_series:
             raise ValueError(f"AXES: {axis.name!r}: in_series is for the length and the batch; leave it out")
-    names = [axis.name for axis in axes]
-    for axis in axes:
         if not _NAME.fullmatch(axis.name):
             raise ValueError(f"AXES: {axis.name!r}: use at most 40 lower-case letters, digits and '_', a letter first")
-        if axis.name in _TAKEN or names.count(axis.name) > 1:
+        if axis.name in _TAKEN or [other.name for other in axes].count(axis.name) > 1:
             raise ValueError(f"AXES: {axis.name!r}: the name is taken; choose another")
 
 
@@ -123,10 +115,9 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
     for name, value in axes.more.items():
         if (axis := known.get(name)) is None:
             raise ValueError(f"Axes.more: {name!r}: is not declared; add an Axis to the kind's AXES")
-        if axis.type == "whole" and not _is_whole(value):
-            raise ValueError(f"Axes.more: {name}: {value!r}: is declared whole; use an integer within ±2**53")
-        if axis.type == "text" and not _is_short(value, axis.size):
-            raise ValueError(f"Axes.more: {name}: {value!r}: use printable text of at most {axis.size} characters")
+        if not (_is_whole(value) if axis.type == "whole" else _is_short(value, axis.size)):
+            use = "an integer within ±2**53" if axis.type == "whole" else f"{_PRINTABLE} {axis.size} characters"
+            raise ValueError(f"Axes.more: {name}: {shown(value)}: is declared {axis.type}; use {use}")
 
 
 def check_coordinate(axis: Axis, value: object) -> None:
@@ -135,15 +126,11 @@ def check_coordinate(axis: Axis, value: object) -> None:
     Raises:
         ValueError: naming the axis, the value and the fix.
     """
-    if value is None:
-        return
     largest = 2 ** (8 * axis.size - 1) - 1
-    if axis.type == "whole" and not (_is_whole(value, largest) and value > 0):
-        raise ValueError(f"Axes.{axis.attribute}: {shown(value)}: use an integer of 1 to {largest}, or None")
-    if axis.type == "text" and not _is_short(value, axis.size):
-        raise ValueError(
-            f"Axes.{axis.attribute}: {shown(value)}: use printable text of at most {axis.size} characters, or None"
-        )
+    whole = axis.type == "whole"
+    if value is not None and not (_is_whole(value, 1, largest) if whole else _is_short(value, axis.size)):
+        use = f"an integer of 1 to {largest}" if whole else f"{_PRINTABLE} {axis.size} characters"
+        raise ValueError(f"Axes.{axis.attribute}: {shown(value)}: use {use}, or None")
 
 
 def check_more(more: Mapping[str, object]) -> None:
@@ -156,14 +143,12 @@ def check_more(more: Mapping[str, object]) -> None:
         if not _NAME.fullmatch(name) or name in _TAKEN:
             raise ValueError(f"Axes.more: {shown(name)}: is no name of an axis; rename it")
         if value is not None and not _is_whole(value) and not _is_short(value, _LONGEST):
-            raise ValueError(
-                f"Axes.more: {name}: {shown(value)}: use an integer within ±2**53, or printable text of at most "
-                f"{_LONGEST} characters"
-            )
+            use = f"use an integer within ±2**53, or {_PRINTABLE} {_LONGEST} characters"
+            raise ValueError(f"Axes.more: {name}: {shown(value)}: {use}")
 
 
-def _is_whole(value: object, largest: int = 2**53) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= largest
+def _is_whole(value: object, smallest: int = -(2**53), largest: int = 2**53) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
 
 
 def _is_short(value: object, size: int) -> bool:

@@ -13,21 +13,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several ranks, as its own process gets it once all have formed torch.distributed's process group.
+    """One of several ranks, as its own process gets it once all have formed torch.distributed's process group."""
 
-    Attributes:
-        number: from 0.
-        device: PyTorch's name of its device.
-        post: sends a message, plain data, to the process that started the ranks.
-        stop: set when the ranks are to end.
-        folder: path for files that explain a stall; made by who writes one.
-    """
-
-    number: int
-    device: str
-    post: Callable[[Any], None]
-    stop: threading.Event
-    folder: Path
+    number: int  # from 0
+    device: str  # PyTorch's name of its device
+    post: Callable[[Any], None]  # sends a message, plain data, to the process that started the ranks
+    stop: threading.Event  # set when the ranks are to end
+    folder: Path  # for files that explain a stall; made by who writes one
 
 
 class RanksEnded(Exception):  # noqa: N818  (an event)
@@ -39,16 +31,9 @@ class RanksEnded(Exception):  # noqa: N818  (an event)
         out_of_memory: those among `died` that were killed because memory ran out.
     """
 
-    def __init__(
-        self,
-        died: Mapping[int, str],
-        tails: Mapping[int, str],
-        out_of_memory: Collection[int] = (),
-    ) -> None:
+    def __init__(self, died: Mapping[int, str], tails: Mapping[int, str], out_of_memory: Collection[int] = ()) -> None:
         super().__init__(f"{len(died)} ranks died")
-        self.died = died
-        self.tails = tails
-        self.out_of_memory = out_of_memory
+        self.died, self.tails, self.out_of_memory = died, tails, out_of_memory
 
 
 class Launcher(Protocol):
@@ -68,11 +53,9 @@ class Launcher(Protocol):
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> list[T]:
-        """Run `main` as each rank, and return the results by rank.
+        """Run `main`, which can be pickled, as each rank, and return the results by rank.
 
         Args:
-            device: "cpu" or "cuda".
-            main: can be pickled.
             note: called with each message of a rank.
             tell: called about once a second, with the reason, while the ranks wait to be started.
             stop: once set, the ranks are asked to end.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import html
 import re
 import reprlib
-from typing import Any
 
 LINE = 1_000
 """Characters of a text in a line, a cell or a sentence."""
@@ -18,26 +17,15 @@ LINE = 1_000
 _VALUE = 500  # characters of a value in a message, and what is said of those left out
 _SAID = 50
 _ERROR = 200  # characters of an error's text
-_INTEGER_BITS = 1024
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlevel, _BOUNDED.maxstring, _BOUNDED.maxother, _BOUNDED.maxlong = 4, _VALUE, _VALUE, _VALUE
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = 20
 
 # Controls but tab and newline (C0, delete, C1), separators of lines, marks that turn the direction of writing, halves
 # of characters and what is none: a terminal acts on them or shows something else than is there, and no XML holds them.
-_ACTS = (
-    *range(0x09),
-    *range(0x0B, 0x20),
-    *range(0x7F, 0xA0),
-    0x061C,
-    0x200E,
-    0x200F,
-    *range(0x2028, 0x202F),
-    *range(0x2066, 0x206A),
-    0xFEFF,
-    *range(0xD800, 0xE000),
-    0xFFFE,
-    0xFFFF,
+_ACTING = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff]"
 )
-_VISIBLE = {number: f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" for number in _ACTS}
-_ACTING = re.compile("[" + "".join(f"\\u{number:04x}" for number in _ACTS) + "]")
 
 # On a page, whose source nobody reads: all that Streamlit's Markdown ever acts on.
 _PAGE_MARKS = re.compile(r"([\\`*_{}\[\]$~|<>:#&])")
@@ -76,7 +64,8 @@ def printable(text: str) -> str:
     """The text for a terminal: what a terminal would act on is written as an escape; tabs and ends of lines stay."""
     if not _ACTING.search(text):
         return text
-    return text.replace("\r\n", "\n").replace("\r", "\n").translate(_VISIBLE)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def in_a_line(text: object, most: int = LINE) -> str:
@@ -128,29 +117,3 @@ def _as_markdown(line: str, marks: re.Pattern[str]) -> str:
     for place in range(0, len(pieces), 2):  # the others are code
         pieces[place] = _ADDRESS.sub(rf"\1{_JOINER}", marks.sub(r"\\\1", pieces[place]))
     return "`".join(pieces)
-
-
-class _Bounded(reprlib.Repr):
-    """repr() that ends: of containers the first items and levels, of integers beyond any use their size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, _VALUE, _VALUE, _VALUE
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
-
-    def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()
-        return super().repr_int(x, level) if bits <= _INTEGER_BITS else f"<an integer of {bits:,} bits>"
-
-    def repr_str(self, x: str, level: int) -> str:
-        return repr(shortened(x, self.maxstring))
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """In the order of the file."""
-        if level <= 0:
-            return "{...}"
-        items = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in [*x][: self.maxdict]]
-        return "{" + ", ".join([*items, *(["..."] if len(x) > self.maxdict else [])]) + "}"
-
-
-_BOUNDED = _Bounded()

@@ -21,36 +21,26 @@ from jobs.schema.states import PointState
 
 Device = Literal["cpu", "cuda"]
 
+# Begin of the phases in which a point waits for room to be measured in: its deadlines count from their end.
 WAITING = "waiting for "
-"""Begin of the phases in which a point waits for room to be measured in: its deadlines count from their end."""
-
+# Phase in which processes of a point start again: silence in it is judged as that before the first progress.
 STARTING = "start"
-"""Phase in which processes of a point start again: silence in it is judged as that before the first progress."""
-
+# Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long.
 FAILURE_FILES = "failure-files"
-"""Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long."""
-
+# In a machine's fingerprint: why the kernels do not load with its Triton.
 TRITON_PROBLEM = "triton-problem"
-"""In a machine's fingerprint: why the kernels do not load with its Triton."""
-
+# Characters of a text that is kept while its point runs: a rank may send it in one write to a pipe.
 SHORT = 1600
-"""Characters of a text that is kept while its point runs: a rank may send it in one write to a pipe."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run's points will use, probed on the host where they will run.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        name: the GPU's name, or the processor's.
-        memory_bytes: memory that one point may use: the card's, or the available memory of the host.
-        fingerprint: versions that results depend on (Python, torch, triton, CUDA, driver); part of a point's key.
-    """
+    """The device that a run's points will use, probed on the host where they will run."""
 
     device: Device
-    name: str
-    memory_bytes: int
+    name: str  # the GPU's, or the processor's
+    memory_bytes: int  # that one point may use: the card's, or the available memory of the host
+    # Versions that results depend on (Python, torch, triton, CUDA, driver); part of a point's key.
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,31 +55,18 @@ class Case(BaseModel):
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement to take.
+    """One measurement to take."""
 
-    Attributes:
-        kind: the job kind that measures it.
-        label: display name, unique within the run.
-        case: what to measure; its JSON form (a mapping) in a point that was sent to another process.
-        axes: coordinates for comparison.
-        estimate_bytes: predicted peak memory; None without a prediction.
-        skip_reason: reason not to run it, e.g. that it will not fit; None to run it.
-        env: environment variables that are set for its process; the spec's, not the kind's.
-        python: path of the interpreter that measures it; None: the orchestrator's own.
-        answers: states in which it answers a search and fails no run, e.g. oom of a length that does not fit.
-        conclusion: what earlier points add up to; such a point is not measured.
-    """
-
-    kind: str
-    label: str
-    case: Case | Mapping[str, Any]
+    kind: str  # the job kind that measures it
+    label: str  # display name, unique within the run
+    case: Case | Mapping[str, Any]  # what to measure; in its JSON form in a point that was sent to another process
     axes: Axes = field(default_factory=Axes)
-    estimate_bytes: int | None = None
-    skip_reason: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    python: str | None = None
-    answers: frozenset[PointState] = frozenset()
-    conclusion: Conclusion | None = None
+    estimate_bytes: int | None = None  # predicted peak memory; None without a prediction
+    skip_reason: str | None = None  # why not to run it, e.g. that it will not fit; None to run it
+    env: Mapping[str, str] = field(default_factory=dict)  # variables that are set for its process, by the spec
+    python: str | None = None  # path of the interpreter that measures it; None: the orchestrator's own
+    answers: frozenset[PointState] = frozenset()  # states that answer a search and fail no run: oom of a length
+    conclusion: Conclusion | None = None  # what earlier points add up to; such a point is not measured
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -119,26 +96,17 @@ class EndedPoint:
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured quantity of a point.
+    """One measured quantity of a point."""
 
-    Attributes:
-        name, unit: as jobs.schema.quantities or the kind declares them.
-        value: the median of `samples`, or a single value.
-        samples: every sample kept, in the order taken.
-        p10, p90: percentiles of the samples.
-        ci_low, ci_high: 95 % interval, by bootstrap of the median unless `method` says otherwise.
-        method: description of the measurement.
-    """
-
-    name: str
+    name: str  # as jobs.schema.quantities or the kind declares it
     unit: str
-    value: float
-    samples: tuple[float, ...] = ()
-    p10: float | None = None
+    value: float  # the median of `samples`, or a single value
+    samples: tuple[float, ...] = ()  # all, in the order taken
+    p10: float | None = None  # percentiles of the samples
     p90: float | None = None
-    ci_low: float | None = None
+    ci_low: float | None = None  # 95 % interval, by bootstrap of the median unless `method` says otherwise
     ci_high: float | None = None
-    method: str = ""
+    method: str = ""  # description of the measurement
 
     @classmethod
     def of(cls, quantity: Quantity, value: float, samples: tuple[float, ...] = (), method: str = "") -> Metric:
@@ -156,16 +124,11 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class Reading:
-    """Present values of quantities of one rank, read while a point runs.
-
-    Attributes:
-        number: the reading's number, higher in each later one.
-        at: its time, seconds since 1970 UTC.
-    """
+    """Present values of quantities of one rank, read while a point runs."""
 
     rank: int
-    number: int
-    at: float
+    number: int  # higher in each later one
+    at: float  # seconds since 1970 UTC
     values: Mapping[Quantity, float]
 
 
@@ -189,22 +152,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Places outside of its process that a point may use; they are not part of its configuration or its key.
+    """Places outside of its process that a point may use; they are not part of its configuration or its key."""
 
-    Attributes:
-        checkpoints: URL (fsspec) of the folder in which the point keeps its checkpoints: the same in all its attempts
-            and resumes, reachable from every node, and not made yet; None: it can keep none.
-        key: the point's key (Point.key): a checkpoint of another key is of other code or another environment.
-        launcher: starts the ranks of a point that has several; None: the point starts them on its own host.
-    """
-
+    # URL (fsspec) of the folder in which the point keeps its checkpoints: the same in all its attempts and resumes,
+    # reachable from every node, and not made yet; None: it can keep none.
     checkpoints: str | None = None
-    key: str = ""
-    launcher: Launcher | None = None
+    key: str = ""  # Point.key: a checkpoint of another key is of other code or another environment
+    launcher: Launcher | None = None  # starts the ranks of a point that has several; None: the point, on its own host
 
 
-NOWHERE = Surroundings()
-"""Surroundings of a point that can keep nothing."""
+NOWHERE = Surroundings()  # of a point that can keep nothing
 
 
 class Interrupted(Exception):  # noqa: N818  (an event)
@@ -218,11 +175,7 @@ class Beat(Protocol):
 
 
 class Reporter:
-    """Beat that also takes samples of live series. Every point's worker passes a subclass; this one drops them.
-
-    Attributes:
-        surroundings: places that the point may use.
-    """
+    """Beat that also takes samples of live series. Every point's worker passes a subclass; this one drops them."""
 
     surroundings: Surroundings = NOWHERE
 
@@ -235,12 +188,8 @@ class Reporter:
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
         """Report the present values of series, by the name of a declared Quantity and in its unit.
 
-        Returns at once; samples are thinned to one a second a series or fewer. Values that are not finite are left
-        out.
-
-        Args:
-            step: the step that the values belong to, from 0; higher in each later sample of a series.
-            rank: the process of a training on several devices that the values are of.
+        Returns at once; samples are thinned to one a second a series or fewer, values that are not finite left out. The
+        step is higher in each later sample of a series.
 
         Raises:
             ValueError: a name is not among the kind's QUANTITIES.
@@ -250,11 +199,9 @@ class Reporter:
         """Tell the user at once of something that went wrong and does not end the point, in one line."""
 
     def keep(self, name: str, text: str) -> None:
-        """Keep a short text with the point at once, as one of its files, for those who look at it while it runs.
+        """Keep a text of at most SHORT ASCII characters at once, as one of the point's files, while it runs.
 
-        Args:
-            name: of the file, as in Measurement.files; a further one of an attempt is numbered: NAME-2.json.
-            text: of at most SHORT characters, ASCII.
+        A further file of the name in an attempt is numbered: NAME-2.json.
         """
 
     def ranks(self, pids: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from typing import Self
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,78}\*?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0}
-_MOST = {"ms": 10_000, "s": 120, "min": 120, "h": math.inf}  # from here on, a time is said in a larger unit
+_MOST = {"ms": 10_000, "s": 120, "min": 120}  # from here on, a time is said in a larger unit
 _ACRONYMS = "CPU CUDA DDP ETA FLOPs FSDP GPU GPUs ID MFU NCCL NSA NVML OOM RSS SDPA SM TF32 URL"
 _WRITTEN = {word.lower(): word for word in _ACRONYMS.split()}
 # Times and amounts of memory whose batch the database does not divide out: it knows ms, s and MiB.
@@ -53,25 +53,15 @@ AGAINST_LENGTH = (Plot.GROWTH, Plot.RATE, Plot.STEP_RATE)
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity.
+    """One quantity."""
 
-    Attributes:
-        name: the metric's name; "stage_*" declares every name that begins with "stage_".
-        unit: "ms", "MiB" (2^20 bytes), "tok/s", "%", "1" for none.
-        title: name in headings and on axes.
-        short: name in legends; the title if empty.
-        better: direction of improvement; None if neither is better.
-        role: place where it is shown.
-        plot: form in which it is drawn; None: only as a number.
-    """
-
-    name: str
-    unit: str
-    title: str
-    short: str = ""
-    better: Better | None = None
+    name: str  # the metric's; "stage_*" declares every name that begins with "stage_"
+    unit: str  # "ms", "MiB" (2^20 bytes), "tok/s", "%", "1" for none
+    title: str  # in headings and on axes
+    short: str = ""  # in legends; the title if empty
+    better: Better | None = None  # None if neither direction is
     role: Role = Role.DETAIL
-    plot: Plot | None = None
+    plot: Plot | None = None  # None: only as a number
 
     @property
     def legend(self) -> str:
@@ -180,25 +170,20 @@ def said_in_its_own_unit(unit: str) -> bool:
 
 
 def _time(value: float, unit: str) -> str | None:
-    """A time in the unit in which it is said; None where that is its own, and for what is no time."""
+    """A time in the unit in which it is read; None if that is its own, and for what is no time."""
     if unit not in _SECONDS or not math.isfinite(value) or value == 0:
         return None
     size = abs(value)
-    if size < _MOST[unit] and (size >= 1 or unit == "ms"):
-        return None if unit != "h" else _hours(value)
+    if unit != "h" and size < _MOST[unit] and (size >= 1 or unit == "ms"):
+        return None
     seconds = size * _SECONDS[unit]
-    if seconds >= 7_200:
-        return _hours(value * _SECONDS[unit] / 3_600)
-    other = next(name for name in ("min", "s", "ms") if seconds >= _SECONDS[name] or name == "ms")
-    return f"{value * _SECONDS[unit] / _SECONDS[other]:.3g} {other}"
-
-
-def _hours(hours: float) -> str:
-    """Hours and minutes, as 24 h or 1 h 18 min; from 100 h on, whole hours."""
-    whole, minutes = divmod(round(60 * abs(hours)), 60)
-    if whole >= 100:
-        return f"{hours:,.0f} h"
-    return "-" * (hours < 0) + (f"{whole} h {minutes:02d} min" if minutes else f"{whole} h")
+    if seconds < 7_200 and (unit != "h" or size < 1):
+        other = next((name for name in ("min", "s") if seconds >= _SECONDS[name]), "ms")
+        return f"{value * _SECONDS[unit] / _SECONDS[other]:.3g} {other}"
+    hours = seconds / 3_600
+    whole, minutes = divmod(round(60 * hours), 60)
+    text = f"{hours:,.0f} h" if whole >= 100 else f"{whole} h {minutes:02d} min" if minutes else f"{whole} h"
+    return "-" * (value < 0) + text
 
 
 def check_quantities(quantities: Sequence[Quantity]) -> None:
@@ -208,26 +193,24 @@ def check_quantities(quantities: Sequence[Quantity]) -> None:
         ValueError: a declaration is wrong; the message names the quantity and the fix.
     """
     names = [quantity.name for quantity in quantities if isinstance(quantity, Quantity)]
-    for quantity in quantities:
-        if not isinstance(quantity, Quantity):
-            raise ValueError(f"QUANTITIES: {quantity!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
-        where = f"QUANTITIES: {quantity.name!r}"
-        texts = (quantity.name, quantity.unit, quantity.title, quantity.short)
-        if not all(isinstance(text, str) and text.isprintable() for text in texts) or not quantity.title:
-            raise ValueError(f"{where}: name, unit, title and short must be printable texts")
-        for value, kind in ((quantity.better, Better | None), (quantity.role, Role), (quantity.plot, Plot | None)):
-            if not isinstance(value, kind):
-                raise ValueError(f"{where}: {value!r}: use a member of Better, Role or Plot")
-        if quantity.name.endswith("*") and (quantity.plot or quantity.role is Role.HEADLINE):
-            raise ValueError(f"{where}: a family is neither drawn nor a headline; declare its members")
-        if quantity.plot is Plot.GROWTH and quantity.unit in _NOT_DIVIDED:
-            raise ValueError(f"{where}: unit {quantity.unit!r}: growth is fitted in ms, s or MiB")
-        if not _NAME.fullmatch(quantity.name):
-            raise ValueError(f"{where}: use lower-case letters, digits and '_', a letter first")
-        if names.count(quantity.name) > 1:
-            raise ValueError(f"{where}: is declared twice; keep one of them")
-        if not quantity.unit or len(quantity.unit) > 20:
-            raise ValueError(f"{where}: unit {quantity.unit!r}: use 1 to 20 characters")
+    for each in quantities:
+        if not isinstance(each, Quantity):
+            raise ValueError(f"QUANTITIES: {each!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
+        texts = (each.name, each.unit, each.title, each.short)
+        headline = each.plot or each.role is Role.HEADLINE
+        enums = ((each.better, Better | None), (each.role, Role), (each.plot, Plot | None))
+        for wrong, fix in (
+            (not all(isinstance(x, str) and x.isprintable() for x in texts), "texts must be printable"),
+            (not each.title, "title: give one"),
+            *((not isinstance(x, kind), f"{x!r}: use a member of Better, Role or Plot") for x, kind in enums),
+            (each.name.endswith("*") and headline, "a family is neither drawn nor a headline; declare its members"),
+            (each.plot is Plot.GROWTH and each.unit in _NOT_DIVIDED, "growth is fitted in ms, s or MiB; use one"),
+            (not _NAME.fullmatch(str(each.name)), "use lower-case letters, digits and '_', a letter first"),
+            (names.count(each.name) > 1, "is declared twice; keep one of them"),
+            (not 1 <= len(str(each.unit)) <= 20, "unit: use 1 to 20 characters"),
+        ):
+            if wrong:
+                raise ValueError(f"QUANTITIES: {each.name!r}: {fix}")
 
 
 TIME = Quantity("time", "ms", "Time", "time", Better.LOWER, Role.HEADLINE, Plot.GROWTH)
@@ -254,6 +237,7 @@ ORACLE_ERROR_BOUND = Quantity("oracle_error_bound", "1", "Bound of the error aga
 AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND)
 ROWS_ERROR = Quantity("rows_error", "1", "Error of rows at the size timed", better=Better.LOWER)
 ROWS_ERROR_BOUND = Quantity("rows_error_bound", "1", "Bound of the error of rows")
+ROWS = (ROWS_ERROR, ROWS_ERROR_BOUND)
 
 STAGE = Quantity("stage_*", "ms", "Stage", better=Better.LOWER, role=Role.STAGE)
 

@@ -19,22 +19,16 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return getattr(torch, name)
 
 
 def _nsa(value: Any) -> Any:
-    """NSAConfig from a mapping; NSAConfig itself checks the values.
-
-    Raises:
-        ValueError: a key or value is wrong; the message names field, value and fix.
-    """
-    if not isinstance(value, Mapping):
-        return value
+    """NSAConfig from a mapping, with an error that names the field, its value and the fix."""
     known = [field.name for field in fields(NSAConfig)]
-    for key in value:
+    for key in value if isinstance(value, Mapping) else ():
         if key not in known:
             raise ValueError(f"{key}: unknown key (value {value[key]!r}); use {', '.join(known)}")
-    return NSAConfig(**value)
+    return NSAConfig(**value) if isinstance(value, Mapping) else value
 
 
 def _without_a_layer(nsa: NSAConfig) -> NSAConfig:
@@ -54,11 +48,10 @@ def preset_among(presets: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+# Implementations that are dense attention: by the fastest kernel, or by one (jobs.measure.check.DENSE_KERNELS).
 DENSE = ("dense", *(f"dense-{kernel}" for kernel in dense.KERNELS))
-"""Implementations that are dense attention: by the fastest kernel, or by one (jobs.measure.check.DENSE_KERNELS)."""
-
+# Backends that compute the window branch and no other.
 WINDOW_ALONE = tuple(name for name in WINDOW_BACKENDS if name not in BACKENDS)
-"""Backends that compute the window branch and no other."""
 
 
 def computes(backend: str, branch: str) -> bool:

@@ -30,27 +30,14 @@ def backend_reasons(machine: Machine, dtype: torch.dtype, heads: Heads) -> dict[
     """
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":
-        host = _host(machine)
+        host, problem, found = _host(machine), None, machine.fingerprint
+        if found and "triton" not in found:
+            problem = f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there'
+        elif found and (reason := found.get(TRITON_PROBLEM) or untested(found["triton"])):
+            problem = f"{machine.name}: {reason}"
         capability = host.capability if host else None
-        reasons["triton"] = _triton_problem(machine) or unsupported(capability) or too_large(capability, dtype, heads)
+        reasons["triton"] = problem or unsupported(capability) or too_large(capability, dtype, heads)
     return reasons
-
-
-def window_reasons(machine: Machine, dtype: torch.dtype) -> dict[str, str | None]:
-    """As backend_reasons, for the backends that compute the window alone."""
-    reasons = available_backends(torch.device(machine.device), dtype, "win")
-    return {name: reasons[name] for name in WINDOW_ALONE}
-
-
-def _triton_problem(machine: Machine) -> str | None:
-    """Reason why the kernels cannot run with the Triton of a GPU host; None if they can, or without a fingerprint."""
-    if not machine.fingerprint:
-        return None
-    version = machine.fingerprint.get("triton")
-    if version is None:
-        return f'{machine.name} has no Triton: pip install "nsa-bench[gpu]" there'
-    reason = machine.fingerprint.get(TRITON_PROBLEM) or untested(version)
-    return f"{machine.name}: {reason}" if reason else None
 
 
 def _host(machine: Machine) -> Host | None:
@@ -61,11 +48,17 @@ def _host(machine: Machine) -> Host | None:
     return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
 
 
-def dense_reasons(machine: Machine, dtype: torch.dtype, dim: int) -> dict[str, str | None]:
+def window_reasons(machine: Machine, dtype: str) -> dict[str, str | None]:
+    """As backend_reasons, for the backends that compute the window alone."""
+    reasons = available_backends(torch.device(machine.device), torch_dtype(dtype), "win")
+    return {name: reasons[name] for name in WINDOW_ALONE}
+
+
+def dense_reasons(machine: Machine, dtype: str, dim: int) -> dict[str, str | None]:
     """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
     reasons: dict[str, str | None] = dict.fromkeys(DENSE)
     if (host := _host(machine)) is not None:
-        reasons |= {name: unusable(name.removeprefix("dense-"), host, dtype, dim) for name in DENSE[1:]}
+        reasons |= {name: unusable(name.removeprefix("dense-"), host, torch_dtype(dtype), dim) for name in DENSE[1:]}
     return reasons
 
 

@@ -26,9 +26,6 @@ from jobs.specs.spec import JobSpec
 if TYPE_CHECKING:
     from nsa_core.offers import Offer
 
-_PARTS = ("Spec", "Case", "measure", "QUANTITIES")
-_INSTEAD = {"backends": "kind: branches with 'backends: [...]'"}  # of names that are no kind, but may be taken for one
-
 
 class KindError(LookupError):
     """Unknown or unusable kind; the message gives the reason."""
@@ -49,12 +46,13 @@ def kind_module(name: str) -> ModuleType:
     if name in _own_modules():
         if (module := _own_kind(name)) is not None:
             return module
-    elif (offer := next((offer for offer in offered_kinds() if offer.name == name), None)) is not None:
+    elif offer := next((offer for offer in offered_kinds() if offer.name == name), None):
         if (problem := offer.problem) is not None:
             by = f"{offer.package} {offer.version}"
             raise KindError(f"{name!r}, offered by {by}, {problem}; mend or uninstall {offer.package}")
         return offer.load()
-    fix = _INSTEAD.get(name, f"one of {', '.join(sorted(kinds()))}")
+    # Backends are no kind, but may be taken for one.
+    fix = "kind: branches with 'backends: [...]'" if name == "backends" else f"one of {', '.join(sorted(kinds()))}"
     raise KindError(f"{shown(name)} is no job kind; use {fix}")
 
 
@@ -67,7 +65,23 @@ def offered_kinds() -> list[Offer]:
     """Kinds of other distributions, by name."""
     from nsa_core.offers import offers  # with PyTorch: most of a driver's start, which reads one kind
 
-    return offers("nsa_bench.jobs", dict.fromkeys(_own_modules(), "a module of nsa-bench's own jobs has"), _problem)
+    def problem(name: str, module: Any) -> str | None:
+        if missing := [part for part in ("Spec", "Case", "measure", "QUANTITIES") if not hasattr(module, part)]:
+            return f"lacks {' and '.join(missing)}"
+        for part, base in (("Spec", JobSpec), ("Case", Case)):
+            own = getattr(module, part)
+            if not (isinstance(own, type) and issubclass(own, base)):
+                return f"has a {part} that is not a {base.__module__}.{base.__name__}"
+        if get_args(module.Spec.model_fields["kind"].annotation) != (name,):
+            return f"has a Spec whose kind is not Literal[{name!r}]"
+        try:
+            check_quantities(module.QUANTITIES)
+            check_axes(own_axes(module))
+        except (TypeError, ValueError) as err:
+            return f"cannot be used: {err}"
+        return None
+
+    return offers("nsa_bench.jobs", dict.fromkeys(_own_modules(), "a module of nsa-bench's own jobs has"), problem)
 
 
 def offered_sources(spec: JobSpec) -> dict[str, Path]:
@@ -81,11 +95,10 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
     files: dict[str, Path] = {}
     entries = [(entry, own) for group, own in wanted.items() for entry in entry_points(group=f"nsa_bench.{group}")]
     for entry in (entry for entry, own in entries if entry.name in own):
-        found = importlib.util.find_spec(entry.module.partition(".")[0])
-        if found is None:
+        if (found := importlib.util.find_spec(entry.module.partition(".")[0])) is None:
             continue
-        if found.submodule_search_locations is None:  # a single module
-            files |= {Path(found.origin).name: Path(found.origin)} if found.has_location and found.origin else {}
+        if found.submodule_search_locations is None and found.origin:  # a single module
+            files[Path(found.origin).name] = Path(found.origin)
         for folder in map(Path, found.submodule_search_locations or ()):
             files |= {path.relative_to(folder.parent).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     return files
@@ -100,21 +113,3 @@ def _own_modules() -> list[str]:
 def _own_kind(name: str) -> ModuleType | None:
     module = importlib.import_module(f"jobs.{name}")
     return module if hasattr(module, "Spec") else None
-
-
-def _problem(name: str, module: Any) -> str | None:
-    """Reason why another distribution's kind cannot be used; None if it can."""
-    if missing := [part for part in _PARTS if not hasattr(module, part)]:
-        return f"lacks {' and '.join(missing)}"
-    for part, base in (("Spec", JobSpec), ("Case", Case)):
-        own = getattr(module, part)
-        if not (isinstance(own, type) and issubclass(own, base)):
-            return f"has a {part} that is not a {base.__module__}.{base.__name__}"
-    if get_args(module.Spec.model_fields["kind"].annotation) != (name,):
-        return f"has a Spec whose kind is not Literal[{name!r}]"
-    try:
-        check_quantities(module.QUANTITIES)
-        check_axes(own_axes(module))
-    except (TypeError, ValueError) as err:
-        return f"cannot be used: {err}"
-    return None

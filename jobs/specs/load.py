@@ -12,7 +12,7 @@ from jobs.schema.plain_text import shown
 from jobs.specs.kinds import KindError, kind_module, kinds
 from jobs.specs.spec import JobSpec, SpecError
 from jobs.specs.validation import describe
-from jobs.specs.yaml_text import RepeatedKeyError, TooLargeError, YamlError, read_mapping, read_yaml
+from jobs.specs.yaml_text import RepeatedKeyError, YamlError, read_mapping, read_yaml
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -32,9 +32,9 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
 def parse_spec(data: Mapping[str, Any]) -> JobSpec:
     """The job that a spec's content describes. Raises SpecError."""
+    kind = data.get("kind")
     if "kind" not in data:
         raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
-    kind = data["kind"]
     if not isinstance(kind, str):
         raise SpecError(f"kind: {shown(kind)} is no job kind; use one of {', '.join(sorted(kinds()))}")
     try:
@@ -63,7 +63,5 @@ def _override(data: dict[str, Any], item: str) -> None:
         node[last] = read_yaml(text)
     except RepeatedKeyError as err:
         raise SpecError(str(err)) from None
-    except TooLargeError as err:
-        raise SpecError(f"--set: {shown(item)}: {err}") from None
     except YamlError:
         raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

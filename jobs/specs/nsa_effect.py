@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 
 from jobs.specs.fields import DENSE, computes
@@ -27,19 +28,14 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "local_blocks": ("slc",),
         "window": ("win",),
         "compress": ("cmp", "slc"),
-        "slots": ("slc",),  # of `packs` alone
+        "slots": ("slc",),  # of kernels that pack them alone
     }
 )
 """Branches that each field changes, under every implementation of NSA; none of them changes dense attention."""
 
 ALL = "all"
 _USUAL = NSAConfig()
-_UNPACKED = frozenset(BACKENDS) - {"triton"}
-
-
-def packs(implementation: str, device: str, dtype: str | None) -> bool:
-    """Whether an implementation may pack slots: Triton's kernels do, in bf16, and those of others may."""
-    return implementation not in _UNPACKED and device != "cpu" and dtype == "bfloat16"
+_UNPACKED = frozenset(BACKENDS) - {"triton"}  # of ours only Triton's kernels pack slots; those of others may
 
 
 def refuse_idle(
@@ -61,46 +57,38 @@ def refuse_idle(
     """
     if nsa is None:
         return
-    chosen = [*branches]
-    sparse = {(x, y) for x in implementations if x not in DENSE for y in chosen if computes(x, y)}
+    sparse = {each for each in product({*implementations} - {*DENSE}, branches) if computes(*each)}
     measured = {branch for _, branch in sparse}
     if ALL in measured:
         measured = {*BRANCHES}
-    if not sparse:
-        idle, reason = [name for name in ACTS_ON if _is_set(nsa, name)], "changes nothing of dense attention"
-        raise ValueError(_message(nsa, idle, reason, "add an implementation of NSA"))
-    packing = any(packs(name, spec.device, dtype) for name, branch in sparse if branch in (ALL, "slc"))
+    packing = spec.device != "cpu" and dtype == "bfloat16"
+    packing = packing and any(name not in _UNPACKED and branch in (ALL, "slc") for name, branch in sparse)
     acting = {name for name in ACTS_ON if measured & {*ACTS_ON[name]} and (name != "slots" or packing)}
-    idle = [name for name in ACTS_ON if name not in acting and _is_set(nsa, name)]
-    if not _without(nsa, idle):  # the sizes of others need some of them
-        idle = [name for name in idle if _without(nsa, [name])]
-    if not idle:
-        return
-    needed = ACTS_ON[idle[0]]
-    if measured & {*needed}:
-        packed = (
-            "a decoding step has none" if dtype is None else "only Triton's kernels pack them, on a GPU in bfloat16"
-        )
-        raise ValueError(_message(nsa, idle, packed))
-    reason = f"changes nothing of branch {' or '.join(name for name in BRANCHES if name in measured)}"
-    raise ValueError(_message(nsa, idle, reason, f"measure {', '.join(needed)} or all, too"))
+    idle = [name for name in ACTS_ON if name not in acting and getattr(nsa, name) != getattr(_USUAL, name)]
+    if not sparse:
+        reason, otherwise = "changes nothing of dense attention", "add an implementation of NSA"
+    else:
+        if not _valid_without(nsa, idle):  # the sizes of others need some of them
+            idle = [name for name in idle if _valid_without(nsa, [name])]
+        if not idle:
+            return
+        needed, otherwise = ACTS_ON[idle[0]], ""
+        if not measured & {*needed}:
+            reason = f"changes nothing of branch {' or '.join(name for name in BRANCHES if name in measured)}"
+            otherwise = f"measure {', '.join(needed)} or all, too"
+        elif dtype is None:
+            reason = "a decoding step has none"
+        else:
+            reason = "only Triton's kernels pack them, on a GPU in bfloat16"
+    field = f"nsa.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else "nsa: the defaults"
+    others = f", {', '.join(idle[1:])} as well" if idle[1:] else ""
+    raise ValueError(f"{field}: {reason}; leave it out{others}{otherwise and f', or {otherwise}'}")
 
 
-def _is_set(nsa: NSAConfig, name: str) -> bool:
-    return getattr(nsa, name) != getattr(_USUAL, name)
-
-
-def _without(nsa: NSAConfig, names: list[str]) -> bool:
+def _valid_without(nsa: NSAConfig, names: list[str]) -> bool:
     """Whether the configuration is valid without these fields."""
     try:
         replace(nsa, **{name: getattr(_USUAL, name) for name in names})
     except InputError:
         return False
     return True
-
-
-def _message(nsa: NSAConfig, idle: list[str], reason: str, otherwise: str | None = None) -> str:
-    """Field, value and fix; of several fields the first one's value."""
-    field = f"nsa.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else "nsa: the defaults"
-    others = f", {', '.join(idle[1:])} as well" if idle[1:] else ""
-    return f"{field}: {reason}; leave it out{others}{f', or {otherwise}' if otherwise else ''}"

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from jobs.schema.axes import AXES
 from jobs.schema.point import EndedPoint, Machine, Point
-from jobs.specs.environments import Environments, Interpreters, env_text, suffix
+from jobs.specs.validation import each_once
+
+_SIZES = {axis.name: axis.size for axis in AXES}
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SET_BY_US = {
+    "CUDA_VISIBLE_DEVICES": "ask for GPUs with resources.num_gpus",
+    "CUDA_DEVICE_ORDER": "remove it",
+    "OMP_NUM_THREADS": "set resources.num_cpus",
+    "MKL_NUM_THREADS": "set resources.num_cpus",
+    "PYTHONPATH": "give another interpreter in python",
+    "TMPDIR": "remove it",
+}
+_READABLE = 60  # characters that a label shows of an environment or an interpreter
 
 
 class SpecError(ValueError):
@@ -69,17 +84,54 @@ class Deadlines(Strict):
     )
 
 
+def env_text(env: Mapping[str, str]) -> str | None:
+    """The axis `env`: "NAME=value NAME=value", sorted by name; None for no variables.
+
+    Values are quoted as a shell needs them, so that different environments never have the same text.
+    """
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items())) or None
+
+
+def _check_name(name: str) -> str:
+    if fix := _SET_BY_US.get(name):
+        raise ValueError(f"is set for each point by the orchestrator; {fix}")
+    if not _NAME.fullmatch(name):
+        raise ValueError("is no name of a variable; use letters, digits and '_', a letter first")
+    return name
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed; remove them")
+    return text
+
+
+def _absolute(path: str) -> str:
+    if not PurePosixPath(path).is_absolute():
+        raise ValueError("is not an absolute path; give that of an interpreter, e.g. /opt/other/bin/python")
+    return _printable(path)
+
+
+def _distinct(envs: list[dict[str, str]]) -> list[dict[str, str]]:
+    texts = [env_text(env) or "{}" for env in envs]
+    for text in texts:
+        if len(text) > _SIZES["env"]:
+            raise ValueError(f"{text[:40]}... has {len(text)} characters; use at most {_SIZES['env']} in all")
+    each_once(texts)
+    return envs
+
+
+_Listed = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+_Variables = dict[Annotated[str, AfterValidator(_check_name)], Annotated[str, AfterValidator(_printable)]]
+_Interpreter = Annotated[str, Field(max_length=_SIZES["python"]), AfterValidator(_absolute)]
+
+
 @dataclass(frozen=True)
 class Recovery:
-    """Treatment of points that are interrupted.
+    """Treatment of points that are interrupted."""
 
-    Attributes:
-        restarts: number of times that a point whose process crashed is handed out again.
-        keeps: whether points keep checkpoints: they get time to save one before they are killed, and go on from it.
-    """
-
-    restarts: int = 0
-    keeps: bool = False
+    restarts: int = 0  # times that a point whose process crashed is handed out again
+    keeps: bool = False  # checkpoints: points get time to save one before they are killed, and go on from it
 
 
 class JobSpec(Strict):
@@ -97,10 +149,10 @@ class JobSpec(Strict):
         description="process: a new one for each point; warm: one serves many until a point is not ok",
     )
     retries: int = Field(default=1, ge=0, le=10, description="how often a lost point is handed out again")
-    env: Environments = Field(
+    env: Annotated[list[_Variables], _Listed, Field(min_length=1), AfterValidator(_distinct)] = Field(
         default=[{}], description="environment variables, or a list of such sets: every point is measured under each"
     )
-    python: Interpreters = Field(
+    python: Annotated[list[_Interpreter | None], _Listed, Field(min_length=1), AfterValidator(each_once)] = Field(
         default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own"
     )
     resources: Resources = Resources()
@@ -143,19 +195,21 @@ class JobSpec(Strict):
         return found
 
     def _under(self, points: Sequence[Point], python: str | None, env: dict[str, str]) -> Iterator[Point]:
-        """The points as they are measured by an interpreter in an environment."""
-        text = env_text(env)
-        ending = suffix(python, self.python.index(python), "python") if len(self.python) > 1 else ""
-        ending += suffix(text, self.env.index(env), "env") if len(self.env) > 1 else ""
+        """The points as they are measured by an interpreter in an environment, which a label tells from the others."""
+        text, ending = env_text(env), ""
+        for field, name, index in (("python", python, self.python.index(python)), ("env", text, self.env.index(env))):
+            if name is not None and len(getattr(self, field)) > 1:
+                ending += f" [{name}]" if len(name) <= _READABLE else f" [{field} {index}]"
         for point in points:
             axes = replace(point.axes, env=text, python=python)
             yield replace(point, label=point.label + ending, axes=axes, env=env, python=python)
 
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:
-        """Points of the job on `machine`, in the order to measure them.
+        """Points of the job on `machine`, in the order to measure them; with a `skip_reason` if predicted not to fit.
 
-        Points predicted not to fit have a `skip_reason`.
+        Raises:
+            SpecError: an implementation cannot run on the machine.
         """
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:

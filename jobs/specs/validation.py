@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from jobs.schema.plain_text import in_a_line, shown
 
+_SECTION = "write a section of 'key: value' lines"
 # Fixes for error types whose message in Pydantic states only the rule.
 _FIXES = {
     "int_type": "write a whole number in digits, e.g. 1024",
@@ -23,13 +24,9 @@ _FIXES = {
     "finite_number": "write it in digits, e.g. 8",
     "bool_type": "write true or false",
     "string_type": "write a text, in quotes",
-    "list_type": "write a list, e.g. [a, b]",
-    "tuple_type": "write a list, e.g. [a, b]",
-    "dict_type": "write a section of 'key: value' lines",
+    **dict.fromkeys(("list_type", "tuple_type"), "write a list, e.g. [a, b]"),
     "too_short": "name at least one",
-    "is_instance_of": "write a section of 'key: value' lines",
-    "dataclass_exact_type": "write a section of 'key: value' lines",
-    "model_type": "write a section of 'key: value' lines",
+    **dict.fromkeys(("dict_type", "is_instance_of", "dataclass_exact_type", "model_type"), _SECTION),
     "string_pattern_mismatch": "begin with a letter or digit, go on with letters, digits, '.', '_' and '-'",
     "invalid_key": "put it in quotes, or remove it",
 }
@@ -48,7 +45,7 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
     """
     lines: dict[str, list[str]] = defaultdict(list)
     for error in err.errors(include_url=False):
-        section = path_in(data, error["loc"], keep_last=error["type"] == "missing")
+        section = _path_in(data, error["loc"], keep_last=error["type"] == "missing")
         field, message = split(error, in_a_line(".".join(section), _PATH), kinds)
         lines[field or whole].append(message)
     return [f"{field}: " + " or ".join(dict.fromkeys(messages)) for field, messages in lines.items()]
@@ -56,11 +53,8 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
 
 def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple[str, str]:
     """Path of the field to mend (below `section` if the message names one); and value, mistake and fix as text."""
-    given = error["input"]
-    value, message = (
-        shown(str(given) if isinstance(given, PurePath) else given),
-        error["msg"].removeprefix("Value error, "),
-    )
+    given, message = error["input"], error["msg"].removeprefix("Value error, ")
+    value = shown(str(given) if isinstance(given, PurePath) else given)
     match error["type"]:
         case "extra_forbidden":
             return section, f"unknown key (value {value}); remove it or correct its spelling"
@@ -70,13 +64,13 @@ def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple
             return section, f"kind is unknown or missing; use {', '.join(kinds[:-1])} or {kinds[-1]}"
         case "value_error" if named := _NAMES_A_FIELD.match(message):
             return f"{section}.{named[1]}".removeprefix("."), named[2]
-        case "value_error" if isinstance(error["input"], Mapping):
+        case "value_error" if isinstance(given, Mapping):
             return section, message
     fix = _FIXES.get(error["type"])
     return section, f"{value}: {message}; {fix}" if fix else f"{value}: {message}"
 
 
-def path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
+def _path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
     """Keys that lead to `location` in `data`; list items appear by their `rule` or `name` if they have one.
 
     Pydantic's names of union members are left out, as they are not keys. `keep_last` keeps a key that `data` lacks.

@@ -10,15 +10,9 @@ import yaml
 
 from jobs.schema.plain_text import in_a_line, shown
 
-MOST_CHARACTERS = 1 << 20
-
 
 class YamlError(ValueError):
     """A text that is not YAML; the message says why, in one line."""
-
-
-class TooLargeError(YamlError):
-    """A document with more characters or levels than are read. One line: what is too much, and the fix."""
 
 
 class RepeatedKeyError(YamlError):
@@ -26,19 +20,6 @@ class RepeatedKeyError(YamlError):
 
 
 class _Loader(yaml.SafeLoader):
-    _anchors_open = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node; refuse aliases within what others stand for: a few lines of them are billions of values."""
-        event: Any = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) and self._anchors_open:
-            raise TooLargeError(f"has an alias, *{event.anchor}, within what another stands for; write it out")
-        anchored = getattr(event, "anchor", None) is not None and not isinstance(event, yaml.AliasEvent)
-        self._anchors_open += anchored
-        node = super().compose_node(parent, index)
-        self._anchors_open -= anchored
-        return node
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -65,23 +46,16 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
         YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
     """
     name = shown(str(path))
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise YamlError(f"{field}: {name} is no file; give the path of a YAML file")
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise IsADirectoryError
-        with path.open(encoding="utf-8") as file:
-            data = read_yaml(file.read(MOST_CHARACTERS + 1))
-    except IsADirectoryError:
-        raise YamlError(f"{field}: {name} is no file; give the path of a YAML file") from None
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
     except RepeatedKeyError:
         raise
-    except TooLargeError as err:
-        raise YamlError(f"{field}: {name} {err}") from None
     except (YamlError, UnicodeDecodeError) as err:
         raise YamlError(f"{field}: {name} is not YAML ({err}); mend its syntax") from None
-    except ValueError:  # of a NUL in the path
-        raise YamlError(f"{field}: {name} is no file's name; give the path of a YAML file") from None
     if not isinstance(data, dict):
         raise YamlError(f"{field}: {name} holds no mapping; start it with {beginning!r}")
     return data
@@ -92,16 +66,11 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
-        TooLargeError: it is longer than MOST_CHARACTERS, has aliases within aliases, or is nested too deep to read.
         RepeatedKeyError: a key is given twice.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise TooLargeError(f"has more than {MOST_CHARACTERS:,} characters; shorten its texts")
     try:
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise TooLargeError("is nested too deep; write fewer brackets within each other") from None
     except YamlError:
         raise
-    except (yaml.YAMLError, ValueError) as err:  # a ValueError: a date or number that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError) as err:  # a ValueError: a date or number that does not exist
         raise YamlError(in_a_line(err)) from None

@@ -16,7 +16,7 @@ from jobs.process.messages import Failure, Probe, ProbedMachine
 from jobs.process.post_mortem import describe_exit
 from jobs.process.watch import POLL_S
 from jobs.schema.point import Machine
-from jobs.specs.environments import env_text
+from jobs.specs.spec import env_text
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import ANSWER, process_variables
 from orchestrator.messages import Requirements

@@ -70,20 +70,13 @@ def test_a_model_that_runs_another_branch_is_an_error(monkeypatch: pytest.Monkey
         measure(case, lambda *_: None)
 
 
-def test_a_toy_repeats_a_branch_within_a_layer(tmp_path: Path) -> None:
+def test_a_toy_repeats_a_branch_within_a_layer() -> None:
     (point,) = _points({"layers": [1], "branches": ["cmp"], "repeats": [3]})
     trial = BackwardPass(travelled(point))
     with capture() as runs:
-        trial.watched(lambda *_: None, tmp_path)
+        trial.run()
     assert [run.branch for run in runs] == ["cmp"] * 3
     assert all(p.grad is not None for p in trial.parameters)
-
-
-def _watch(layers: list[nn.Module], tmp_path: Path, head: Any = torch.sum) -> dict[str, str]:
-    whole, x = nn.Sequential(*layers), torch.ones(2, 4, requires_grad=True)
-    return LayerWatch(layers, torch.device("cpu"), lambda *_: None, tmp_path).run(
-        lambda: head(whole(x)), lambda loss: loss.backward()
-    )
 
 
 class Changed(nn.Linear):
@@ -124,24 +117,21 @@ def _fail(message: str, kind: type[Exception] = RuntimeError) -> Any:
         (Changed(lambda g: g * float("nan"), gradient=True), BrokenGradient, r"layer 2 of 3 .* not finite: .*weight"),
         (Changed(lambda out: out / 0), BrokenGradient, "the loss is nan; values are not finite from here on: forward"),
         (Changed(_fail("broken"), gradient=True), PassFailed, "^backward of layer 2: RuntimeError: broken"),
-        (Changed(_fail("broken")), PassFailed, "^forward of layer 2: RuntimeError: broken"),
+        (Changed(_fail("full", MemoryError)), PassFailed, "^forward of layer 2: MemoryError: full"),
     ],
-    ids=["detached", "unused", "nan-gradient", "nan-loss", "raises-back", "raises"],
+    ids=["detached", "unused", "nan-gradient", "nan-loss", "raises-back", "memory"],
 )
 def test_the_first_layer_that_breaks_is_named(
     second: nn.Module, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     layers = [nn.Linear(4, 4), second, nn.Linear(4, 4)]
     head = (lambda out: out.sum()) if error is not BrokenGradient or "loss" not in words else (lambda out: out.std())
-    with pytest.raises(error, match=words):
-        _watch(layers, tmp_path, head)
+    whole, x = nn.Sequential(*layers), torch.ones(2, 4, requires_grad=True)
+    watch = LayerWatch(layers, torch.device("cpu"), lambda *_: None, tmp_path)
+    with pytest.raises(error, match=words) as caught:
+        watch.run(lambda: head(whole(x)), lambda loss: loss.backward())
+    assert ran_out_of_memory(caught.value) == ("MemoryError" in words)
     assert all(not layer._forward_hooks and not layer._forward_pre_hooks for layer in layers)
-
-
-def test_memory_that_runs_out_in_a_layer_is_still_out_of_memory(tmp_path: Path) -> None:
-    with pytest.raises(PassFailed, match=r"^backward of layer 1: MemoryError") as caught:
-        _watch([Changed(_fail("none left", MemoryError), gradient=True)], tmp_path)
-    assert ran_out_of_memory(caught.value)
 
 
 def test_a_hang_in_a_layer_is_explained_and_the_next_point_runs(

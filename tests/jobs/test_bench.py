@@ -50,10 +50,7 @@ def test_stages_are_medians_longest_first() -> None:
         by_stage([Kernel("_merge", 0, gate * 10**6), Kernel("fill", 1, 10**6)], _launches("_merge"))
         for gate in (3, 9, 5)
     ]
-    found = summarize_stages(profiles)
-    assert [(metric.name, metric.unit, metric.value) for metric in found.metrics] == [
-        ("stage_merge", "ms", 5.0),
-        ("stage_other", "ms", 1.0),
-    ]
-    assert found.metrics[0].samples == (3.0, 9.0, 5.0)
-    assert "5.0000 ms  merge" in found.text
+    (merge, other), text = summarize_stages(profiles)
+    assert (merge.name, merge.unit, merge.value, merge.samples) == ("stage_merge", "ms", 5.0, (3.0, 9.0, 5.0))
+    assert (other.name, other.value) == ("stage_other", 1.0)
+    assert "5.0000 ms  merge" in text

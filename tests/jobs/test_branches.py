@@ -11,8 +11,7 @@ from travelling import CPU, HEADS, NSA, QUICK, measured
 
 from jobs.branches import Spec
 from jobs.measure import isolation
-from jobs.measure.check import HeadShape, WrongResult
-from jobs.measure.isolation import trace_branch
+from jobs.measure.check import WrongResult
 from jobs.specs.nsa_effect import ACTS_ON
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.backends import triton
@@ -20,24 +19,14 @@ from nsa_core.functional import BRANCHES
 from nsa_core.kernels.runtime.launch import record
 from nsa_core.routes import Branch
 
-SMALL = NSA
 
-
-def _of(*branches: str) -> dict[str, int]:
-    """The sizes that act on some of the branches; on others they are refused."""
-    return {name: size for name, size in SMALL.items() if {*ACTS_ON[name]} & {*branches} or "all" in branches}
+def _of(branch: str) -> dict[str, int]:
+    """The sizes that act on a branch; on others they are refused."""
+    return {name: size for name, size in NSA.items() if branch in (*ACTS_ON[name], "all")}
 
 
 def _spec(**changes: Any) -> Spec:
-    data: dict[str, Any] = {
-        "kind": "branches",
-        "name": "t",
-        "backends": ["chunked", "naive"],
-        "shape": HEADS,
-        "nsa": SMALL,
-        "lengths": [64],
-        "timing": QUICK,
-    }
+    data = {"kind": "branches", "name": "t", "backends": ["chunked"], "shape": HEADS, "lengths": [64], "timing": QUICK}
     return Spec.model_validate(data | changes)
 
 
@@ -62,9 +51,9 @@ def test_a_branch_that_runs_another_one_is_an_error(monkeypatch: pytest.MonkeyPa
         return nsa_attention(q, k, v, gates * open_, config, backend=backend)
 
     monkeypatch.setattr(isolation, "nsa_attention", closes_gates)
-    settings = "chunked", NSAConfig(**SMALL), HeadShape(4, 2, 8), torch.float32, torch.device("cpu")
+    (point,) = _spec(branches=["win"], nsa=_of("win"), passes=["forward"]).points(CPU)
     with pytest.raises(WrongResult, match=r"branch win alone also ran for other branches: keys of cmp, keys of slc"):
-        trace_branch("win", *settings, backward=False)
+        measured(point)
 
 
 def _stages(branch: Branch) -> list[str]:
@@ -83,8 +72,8 @@ def _stages(branch: Branch) -> list[str]:
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_that_launches_kernels_of_another_one_is_an_error(branch: Branch) -> None:
-    isolation._refuse_foreign(branch, "triton", set(), _stages(branch))
+    isolation.refuse_foreign(branch, "triton", set(), _stages(branch))
     others = {*BRANCHES} - {branch} - ({"cmp"} if branch == "slc" else set())  # the selection scores compressed keys
     for other in others:
         with pytest.raises(WrongResult, match=f"branch {branch} alone also ran for other branches"):
-            isolation._refuse_foreign(branch, "triton", set(), _stages(other))
+            isolation.refuse_foreign(branch, "triton", set(), _stages(other))

@@ -15,18 +15,8 @@ from nsa_core.model import PRESETS
 
 
 def _spec(**changes: Any) -> Spec:
-    data: dict[str, Any] = {
-        "kind": "decode",
-        "name": "t",
-        "implementations": ["chunked", "dense"],
-        "lengths": [64],
-        "batch": 2,
-        "layers": 3,
-        "shape": HEADS,
-        "nsa": NSA,
-        "timing": QUICK,
-    }
-    data |= changes
+    data: dict[str, Any] = {"kind": "decode", "name": "t", "implementations": ["chunked", "dense"], "lengths": [64]}
+    data |= {"batch": 2, "layers": 3, "shape": HEADS, "nsa": NSA, "timing": QUICK} | changes
     if data["implementations"] == ["dense"] and "nsa" not in changes:
         del data["nsa"]  # which would change nothing
     return Spec.model_validate(data)
@@ -41,10 +31,8 @@ def test_a_point_brings_time_bytes_agreement_and_its_route(implementation: str, 
     assert samples["throughput"] == pytest.approx([2 / ms * 1000 for ms in samples["time"]])
     assert found["bytes_read"] > 0
     assert 0 <= found["oracle_error"] <= found["oracle_error_bound"] < 1e-4
-    branches = (
-        {"dense"} if implementation == "dense" else {"select", "slc", "win"} | ({"cmp"} if length >= 8 else set())
-    )
-    assert set(result.route) == branches
+    sparse = {"select", "slc", "win", *(["cmp"] if length >= 8 else [])}
+    assert set(result.route) == ({"dense"} if implementation == "dense" else sparse)
     assert "eager" in result.metrics[0].method
 
 
@@ -69,7 +57,7 @@ def test_every_step_sees_the_same_context(implementation: str, monkeypatch: pyte
 @pytest.mark.parametrize("implementation", ["chunked", "dense"])
 def test_a_whole_model_is_measured(implementation: str) -> None:
     spec = _spec(workload="model", preset="tiny", shape=None, nsa=None, layers=None, implementations=[implementation])
-    point = spec.points(CPU)[0]
+    (point,) = spec.points(CPU)
     assert point.axes.layers == 2
     assert values_of(measured(point))["time"] > 0
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from trainings import Keeping
 from travelling import CPU, travelled, values_of
 
-from jobs.needle import Learning, NeedleCorpus, Spec, measure
+from jobs.needle import NeedleCorpus, Spec, loss_course, measure
 from jobs.specs.load import load_spec
 from nsa_core.loss import IGNORED
 
@@ -92,10 +92,8 @@ def test_an_untrained_model_guesses_and_says_that_it_still_learns(spec: Spec) ->
 
 
 def test_the_course_of_a_loss() -> None:
-    falling = Learning.of([2.0] * 50 + [0.1] * 50, guess=2.0)
-    assert falling.change == 0
-    assert falling.learned == 55  # the first five in a row below a tenth of the guess
-    assert Learning.of([2.0] * 90 + [1.0] * 10, guess=2.0) == Learning(-1.0, None)
+    assert loss_course([2.0] * 50 + [0.1] * 50, guess=2.0) == (0, 55)  # five in a row below a tenth of the guess
+    assert loss_course([2.0] * 90 + [1.0] * 10, guess=2.0) == (-1.0, None)
 
 
 @pytest.mark.parametrize(

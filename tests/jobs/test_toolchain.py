@@ -16,14 +16,7 @@ from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
-from jobs.toolchain import (
-    Case,
-    OutputsDiffer,
-    Toolchain,
-    ToolchainFailed,
-    compare_outputs,
-    measure,
-)
+from jobs.toolchain import Case, OutputsDiffer, Toolchain, ToolchainFailed, compare_outputs, measure
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})
 OTHER = Machine("cpu", "test processor", 8 * 2**30, {"torch": "3"})
@@ -31,17 +24,9 @@ PLAIN = {"ATEN_CPU_CAPABILITY": "default"}
 
 
 def _points(**changes: Any) -> list[Point]:
-    data: dict[str, Any] = {
-        "kind": "toolchain",
-        "name": "t",
-        "preset": "tiny",
-        "implementations": ["chunked"],
-        "passes": ["forward+backward"],
-        "lengths": [32],
-        "nsa": NSA,
-        "timing": QUICK,
-        "tolerance": {"time_percent": 10000},
-    }
+    data: dict[str, Any] = {"kind": "toolchain", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
+    data |= {"passes": ["forward+backward"], "lengths": [32], "nsa": NSA, "timing": QUICK}
+    data["tolerance"] = {"time_percent": 10000}
     spec = parse_spec(data | changes)
     return spec.all_points({None: CPU} | {python: OTHER for python in spec.python if python})
 
@@ -67,12 +52,8 @@ def test_every_toolchain_but_the_first_is_compared_with_it() -> None:
     assert {(point.python, str(point.env)) for point in points} == {(None, "{}")}
     assert all(travelled(point).toolchains[0] == Toolchain() for point in points)
     assert len({point.label for point in points}) == len({point.key("code", CPU) for point in points}) == 6
-    newer = parse_spec(
-        {"kind": "toolchain", "name": "t", "preset": "tiny", "implementations": ["chunked"], "lengths": [32]}
-        | {"python": [None, "/b/python"]}
-    )
-    keys = {newer.all_points({None: CPU, "/b/python": machine})[0].key("code", CPU) for machine in (CPU, OTHER)}
-    assert len(keys) == 2  # another PyTorch in the other interpreter is another point
+    versions = [travelled(point).versions["torch"] for point in points]
+    assert versions == ["2", "2", "3", "3", "3", "3"]  # of the other interpreter, so that the key has them
 
 
 @pytest.mark.parametrize(
@@ -103,7 +84,6 @@ def test_a_second_interpreter_and_setting_give_the_same_outputs(
     assert min(values["time"], values["first_time"], values["first_memory"]) > 0
     assert values["oracle_error"] <= values["oracle_error_bound"]
     assert result.environment["interpreter"] == other
-    assert result.environment["settings"] == {"ATEN_CPU_CAPABILITY": "DEFAULT"}
     assert f"torch=={torch.__version__}" in str(result.files["lock-1.txt"]).splitlines()
     assert f"{other}\n" in str(result.files["lock-2.txt"])
     assert "ATEN_CPU_CAPABILITY in effect: DEFAULT" in str(result.files["lock-2.txt"])
@@ -152,7 +132,6 @@ def test_other_outputs_are_an_error_that_names_them(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().err  # kept as stderr.txt
     assert "  torch: 2.1, 2.2" in printed
     assert "no difference" not in printed
-    assert all(f"lock-{number}.txt:\n# toolchain {number} (" in printed for number in (1, 2))
     assert "torch==2.1" in printed
     assert "torch==2.2" in printed
 
@@ -177,6 +156,8 @@ def test_a_toolchain_under_which_the_pass_fails_is_named(
 
 def test_outputs_that_are_not_finite_or_missing_differ() -> None:
     one, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
-    found = compare_outputs({"a": one, "b": one, "c": one, "e": 0 * one}, {"a": one, "b": nan, "d": one, "e": one})
-    assert found.differences == {"a": 0, "b": float("inf"), "c": float("inf"), "d": float("inf"), "e": 3**0.5}
-    assert found.equal == 1
+    found, equal = compare_outputs(
+        {"a": one, "b": one, "c": one, "e": 0 * one}, {"a": one, "b": nan, "d": one, "e": one}
+    )
+    assert found == {"a": 0, "b": float("inf"), "c": float("inf"), "d": float("inf"), "e": 3**0.5}
+    assert equal == 1

@@ -19,11 +19,10 @@ def test_a_stated_throughput_may_be_rounded_down_or_have_headroom(stated: float,
             TrainingPlan.model_validate({**PLAN, "tokens_per_second": stated})
 
 
-@pytest.mark.parametrize("stated", [50.0, 7000.0])
-def test_either_fix_that_a_contradiction_names_mends_it(stated: float) -> None:
+def test_either_fix_that_a_contradiction_names_mends_it() -> None:
     with pytest.raises(ValidationError) as caught:
-        TrainingPlan.model_validate({**PLAN, "tokens_per_second": stated})
+        TrainingPlan.model_validate({**PLAN, "tokens_per_second": 50.0})
     fix = str(caught.value).split("set tokens_per_second to ")[1].split(" [")[0]
     throughput, hours = (float(number) for number in fix.split(", or hours to "))
-    for mended in ({"tokens_per_second": throughput}, {"tokens_per_second": stated, "hours": hours}):
+    for mended in ({"tokens_per_second": throughput}, {"tokens_per_second": 50.0, "hours": hours}):
         TrainingPlan.model_validate({**PLAN, **mended})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +16,27 @@ from jobs.schema.point import Machine
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 
-SCALING: dict[str, Any] = {
-    "kind": "scaling",
-    "name": "t",
-    "implementations": ["chunked"],
-    "lengths": [64],
-    "shape": {"query_heads": 4, "kv_heads": 2, "head_dim": 16},
-}
-BENCH: dict[str, Any] = {
-    "kind": "bench",
-    "name": "t",
-    "implementations": ["chunked", "dense"],
-    "shapes": [SCALING["shape"]],
-    "lengths": [64],
-}
-DECODE: dict[str, Any] = {**SCALING, "kind": "decode"}
+HEADS = {"query_heads": 4, "kv_heads": 2, "head_dim": 16}
+SCALING = {"kind": "scaling", "name": "t", "implementations": ["chunked"], "lengths": [64], "shape": HEADS}
+BENCH = {"kind": "bench", "name": "t", "implementations": ["chunked", "dense"], "shapes": [HEADS], "lengths": [64]}
+DECODE = {**SCALING, "kind": "decode"}
 TRAIN: dict[str, Any] = {"kind": "train", "name": "t", "seq_len": 32, "steps": 10, "optimizer": {"warmup_steps": 2}}
-MODEL_SHAPE = {**SCALING["shape"], "layers": 1, "ffn_dim": 32, "vocab_size": 64}
+MODEL_SHAPE = {**HEADS, "layers": 1, "ffn_dim": 32, "vocab_size": 64}
+FORCED = {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-sdpa-flash"]}
 PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_second": 50}
 
-MISTAKES = [
+MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     # spec, overrides, the line expected
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
     (
         SCALING,
         {"kind": "backends"},
-        r"kind: 'backends' is no job kind; use kind: branches with 'backends: \[\.\.\.\]'$",
+        r"kind: 'backends' is no job kind; use kind: branches with 'backends: ",
     ),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
     (SCALING, {"lengths": ["256"]}, r"lengths\.0: '256': .*integer; write a whole number in digits"),
     (SCALING, {"name": "my run"}, r"name: 'my run': .*; begin with a letter or digit"),
-    (SCALING, {"resources": {"num_cpus": float("inf")}}, r"resources\.num_cpus: inf: .*finite"),
     (SCALING, {"resources": {"num_gpus": 1.5}}, r"resources\.num_gpus: 1\.5: .*whole number; use 1, or a fraction"),
     (SCALING, {"lengths": [64, 128, 64]}, r"lengths: \[64, 128, 64\]: 64 appears more than once; name each once"),
     (SCALING, {"implementations": ["flash9"]}, r"implementations: \['flash9'\]: 'flash9' .*use .*chunked.*dense"),
@@ -54,31 +45,19 @@ MISTAKES = [
     (SCALING, {"shape": None, "preset": "huge"}, r"preset: 'huge': .*use one of tiny, m7c_125m"),
     (SCALING, {"shape": MODEL_SHAPE}, r"shape\.\w+: \d+: has no meaning for workload attention; remove it"),
     (SCALING, {"workload": "model"}, r"shape\.layers: missing; workload model needs it"),
-    (
-        SCALING,
-        {"workload": "model", "shape": MODEL_SHAPE, "implementations": ["dense-sdpa-flash"]},
-        r"implementations: 'dense-sdpa-flash': is for workload attention alone; use dense",
-    ),
+    (SCALING, FORCED, r"implementations: 'dense-sdpa-flash': is for workload attention alone; use dense"),
+    (SCALING, {"env": {"A B": "1"}}, r"env\.A B: 'A B': is no name of a variable; use letters"),
+    (SCALING, {"env": [{}, {"TMPDIR": "/x"}]}, r"env\.1\.TMPDIR: 'TMPDIR': is set for each point by .*; remove it"),
+    (SCALING, {"env": {"CUDA_LAUNCH_BLOCKING": 1}}, r"env\.CUDA_LAUNCH_BLOCKING: 1: .*; write a text, in quotes"),
+    (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
+    (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
     (BENCH, {"lengths": [96]}, r"lengths: 96: use a divisor of tokens = 32768, or a length beyond it"),
     (BENCH, {"lengths": [1], "tokens": 2**21}, r"tokens: 2097152: use at most 1048576, 1,048,576 sequences of 1$"),
     (DECODE, {"nsa": {"compress": "mlp"}}, r"nsa\.compress: 'mlp': is learned by a layer; use mean, or workload"),
     (DECODE, {"workload": "model"}, r"preset: missing; use one of tiny, m7c_125m, or workload attention with a shape"),
-    (
-        TRAIN,
-        {"plan": PLAN},
-        r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*1,138 h; set .*2371",
-    ),
+    (TRAIN, {"plan": PLAN}, r"plan\.tokens_per_second: 50 contradicts 50,000 steps of 4,096 .*2,370 tok/s.*set .*2371"),
     (TRAIN, {"optimizer": {"warmup_steps": 10}}, r"optimizer\.warmup_steps: 10: .*use at most 9"),
-    (SCALING, {"env": {"A B": "1"}}, r"env\.A B: 'A B': is no name of a variable; use letters"),
-    (SCALING, {"env": [{}, {"TMPDIR": "/x"}]}, r"env\.1\.TMPDIR: 'TMPDIR': is set for each point by .*; remove it"),
-    (
-        SCALING,
-        {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
-        r"env\.CUDA_VISIBLE_DEVICES: .*: is set for each point by .*; ask for GPUs with resources\.num_gpus",
-    ),
-    (SCALING, {"env": {"CUDA_LAUNCH_BLOCKING": 1}}, r"env\.CUDA_LAUNCH_BLOCKING: 1: .*; write a text, in quotes"),
-    (SCALING, {"env": {"TORCH_LOGS": "x" * 390}}, r"env: .*has 401 characters; use at most 400 in all"),
-    (SCALING, {"python": "bin/python"}, r"python: 'bin/python': is not an absolute path; give"),
+    ({"name": "t"}, {}, r"kind: missing; begin the spec with 'kind: ' and one of backward, bench, .*toolchain, train"),
 ]
 
 
@@ -109,26 +88,30 @@ def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Pa
         spec.points(CPU)
 
 
-def test_a_spec_without_a_kind_says_where_it_goes(tmp_path: Path) -> None:
-    with pytest.raises(
-        SpecError,
-        match=r"^kind: missing; begin the spec with 'kind: ' and one of backward, bench, .*soak, toolchain, train",
-    ):
-        _load(tmp_path, {"name": "t"})
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("kind: scaling\nname: a\nname: b\n", r"^name: given twice, in lines 2 and 3; keep one"),
-        ("kind: scaling\nshape: {head_dim: 8, head_dim: 8}\n", r"^head_dim: given twice, in lines 2 and 2; keep one"),
+        ("name: a\nname: b", r"name: given twice, in lines 2 and 3; keep one of the two"),
+        ("shape: {head_dim: 8, head_dim: 8}", r"head_dim: given twice, in lines 2 and 2; keep one of the two"),
+        (f"seed: {'9' * 5000}", r"spec: .* is not YAML \(.*\); mend its syntax"),
+        ("seed: 2001-02-30", r"spec: .* is not YAML \(day is out of range for month\); mend its syntax"),
     ],
+    ids=["twice", "twice-in-a-line", "digits", "date"],
 )
-def test_a_key_given_twice_is_refused(tmp_path: Path, text: str, line: str) -> None:
+def test_what_is_not_read_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
     file = tmp_path / "spec.yaml"
-    file.write_text(text)
-    with pytest.raises(SpecError, match=line):
+    file.write_text(f"kind: scaling\n{text}\n")
+    with pytest.raises(SpecError, match=f"^{line}$") as caught:
         load_spec(file)
+    assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_a_spec_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "x.yaml")
+    with pytest.raises(SpecError, match=r"^spec: '.*x\.yaml' is no file; give the path of a YAML file$"):
+        load_spec(tmp_path / "x.yaml")
 
 
 def test_overrides_reach_into_sections_and_may_have_an_exponent_without_a_dot(tmp_path: Path) -> None:
@@ -137,68 +120,41 @@ def test_overrides_reach_into_sections_and_may_have_an_exponent_without_a_dot(tm
         _load(tmp_path, TRAIN, "steps=1e30")
 
 
-def _implementations_on(machine: Machine, spec: Any) -> set[str | None]:
-    return {point.axes.implementation for point in spec.points(machine)}
-
-
 H200 = {"torch": "2.11", "triton": "3.6", "capability": "9.0"}
-DENSE_KERNELS = [
+KERNELS = [
     # implementation, dtype, head dim, the host's fingerprint, the mistake (None: none)
     ("dense-sdpa-cudnn", "bfloat16", 128, H200, None),
     ("dense-flash-attn-4", "bfloat16", 128, H200 | {"flash-attn-4": "4.0"}, None),
-    (
-        "dense-flash-attn-4",
-        "bfloat16",
-        128,
-        H200,
-        "not installed on .*: pip install flash-attn-4; use .*dense, dense-sdpa",
-    ),
+    ("dense-flash-attn-4", "bfloat16", 128, H200, "not installed on .*: pip install flash-attn-4; use .*dense, dense-"),
     ("dense-flash-attn-4", "bfloat16", 128, H200 | {"capability": "8.0", "flash-attn-4": "4"}, r"this one has 8\.0"),
     ("dense-torch-varlen", "bfloat16", 512, H200, "head dims up to 256 there, not 512"),
     ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # no fingerprint of the host
+    ("triton", "float32", 192, H200, None),
+    (
+        "triton",
+        "float32",
+        192,
+        H200 | {"capability": "8.0"},
+        r"its tiles hold head dims up to 128 there, not",
+    ),
+    ("triton", "bfloat16", 512, H200, r"its tiles hold head dims up to 256 there, not \d+; use .*chunked"),
 ]
 
 
-@pytest.mark.parametrize(("implementation", "dtype", "dim", "fingerprint", "mistake"), DENSE_KERNELS)
-def test_dense_kernels_are_looked_for_where_the_points_will_run(
+@pytest.mark.parametrize(("implementation", "dtype", "dim", "fingerprint", "mistake"), KERNELS)
+def test_kernels_are_looked_for_where_the_points_will_run(
     tmp_path: Path, implementation: str, dtype: str, dim: int, fingerprint: dict[str, str], mistake: str | None
 ) -> None:
     shape = {"query_heads": 4, "kv_heads": 2, "head_dim": dim}
     spec = _load(tmp_path, {**SCALING, "implementations": [implementation], "shape": shape, "dtype": dtype})
     machine = Machine("cuda", "NVIDIA card", 140 * 2**30, fingerprint)
     if mistake is None:
-        assert _implementations_on(machine, spec) == {implementation}
+        assert {point.axes.implementation for point in spec.points(machine)} == {implementation}
     else:
         with pytest.raises(SpecError, match=rf"^implementations: '{implementation}': .*{mistake}"):
             spec.points(machine)
-    with pytest.raises(SpecError, match=r"it runs on cuda, not on the cpu; use .*chunked.*dense, dense-sdpa-flash$"):
+    with pytest.raises(SpecError, match=r"it runs on cuda, .*; use .*chunked.*dense, dense-sdpa-flash$"):
         spec.points(CPU)
-
-
-DIMS, GROUPS = "its tiles hold head dims up to {} there", "its tiles hold up to {} query heads of a kv head there"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "group", "capability", "mistake"),
-    [
-        ("bfloat16", 256, 65, "8.0", GROUPS.format(64)),
-        ("bfloat16", 256, 129, "9.0", GROUPS.format(128)),
-        ("bfloat16", 512, 2, "9.0", DIMS.format(256)),
-        ("float32", 192, 2, "8.0", DIMS.format(128)),
-        ("float32", 192, 2, "9.0", None),
-    ],
-)
-def test_heads_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
-    tmp_path: Path, dtype: str, dim: int, group: int, capability: str, mistake: str | None
-) -> None:
-    shape = {"query_heads": 2 * group, "kv_heads": 2, "head_dim": dim}
-    spec = _load(tmp_path, {**SCALING, "implementations": ["triton"], "shape": shape, "dtype": dtype})
-    machine = Machine("cuda", "NVIDIA card", 140 * 2**30, H200 | {"capability": capability})
-    if mistake is None:
-        assert _implementations_on(machine, spec) == {"triton"}
-    else:
-        with pytest.raises(SpecError, match=rf"^implementations: 'triton': {mistake}, not \d+; use .*chunked"):
-            spec.points(machine)
 
 
 def test_a_kind_that_cannot_be_imported_stops_only_its_own_specs(
@@ -208,22 +164,3 @@ def test_a_kind_that_cannot_be_imported_stops_only_its_own_specs(
     assert _load(tmp_path, SCALING).kind == "scaling"
     with pytest.raises(ImportError, match=r"jobs\.train"):
         _load(tmp_path, TRAIN)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        (f"name: {'x' * 2_000_000}", r"spec: '.*spec.yaml' has more than 1,048,576 characters; shorten its texts"),
-        ("a: " + "[" * 3000 + "]" * 3000, r"spec: .* is nested too deep; write fewer brackets within each other"),
-        ("a: &a [x]\nb: &b [*a, *a]", r"spec: .* has an alias, \*a, within what another stands for; write it out"),
-        (f"seed: {'9' * 5000}", r"spec: .* is not YAML \(.*\); mend its syntax"),
-        ("seed: 2001-02-30", r"spec: .* is not YAML \(day is out of range for month\); mend its syntax"),
-    ],
-    ids=["characters", "levels", "aliases", "digits", "date"],
-)
-def test_what_is_not_read_is_told_in_a_line_with_its_own_fix(tmp_path: Path, text: str, line: str) -> None:
-    file = tmp_path / "spec.yaml"
-    file.write_text(f"kind: scaling\n{text}\n")
-    with pytest.raises(SpecError, match=f"^{line}$") as caught:
-        load_spec(file)
-    assert len(str(caught.value)) < 1_000

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from jobs.hardware import variables
 from jobs.schema.point import Machine
-from jobs.specs.environments import env_text
 from jobs.specs.load import parse_spec
+from jobs.specs.spec import env_text
 
 CPU = Machine("cpu", "processor", 2**33, {"torch": "2.13"})
 OTHER = Machine("cpu", "processor", 2**33, {"torch": "2.11"})
@@ -37,15 +35,6 @@ def test_different_environments_never_have_the_same_text() -> None:
     one, two = {"OMP_A": "1 OMP_B=2"}, {"OMP_A": "1", "OMP_B": "2"}
     assert [env_text(env) for env in (one, two, {"OMP_A": ""})] == ["OMP_A='1 OMP_B=2'", "OMP_A=1 OMP_B=2", "OMP_A=''"]
     assert len(parse_spec({**SPEC, "env": [one, two]}).env) == 2
-
-
-def test_a_single_environment_needs_no_mark_in_the_label_but_is_part_of_the_key() -> None:
-    (plain, _), (under, _) = (
-        parse_spec({**SPEC, **more}).all_points({None: CPU}) for more in ({}, {"env": {"TORCH_LOGS": "dynamo"}})
-    )
-    assert (under.label, under.axes.env) == ("ok", "TORCH_LOGS=dynamo")
-    assert plain.key("code", CPU) != under.key("code", CPU)
-    assert replace(plain, python="/a").key("code", CPU) != replace(plain, python="/b").key("code", CPU)
 
 
 def test_effective_values_are_read_where_they_take_effect(monkeypatch) -> None:

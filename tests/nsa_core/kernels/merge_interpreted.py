@@ -85,10 +85,10 @@ def test_packed_slots_are_merged(packed_and_plain, keeps):
 
 @pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
 def test_a_forced_branch_runs_nothing_of_another(branch):
-    from jobs.measure.check import HeadShape
+    from jobs.measure.call import ModelCase, bare_model
     from jobs.measure.isolation import trace_branch
-    from nsa_core import NSAConfig
 
-    config = NSAConfig(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=32)
-    heads, cpu = HeadShape(4, 2, 16), torch.device("cpu")
-    assert "launch of stage" in trace_branch(branch, "triton", config, heads, torch.bfloat16, cpu, backward=True)
+    model = bare_model(4, 2, 16, nsa=NSAConfig(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=32))
+    settings = {"seq_len": 64, "batch": 1, "dtype": "bfloat16", "device": "cpu", "seed": 0, "threads": None}
+    case = ModelCase(implementation="triton", pass_="forward+backward", model=model, **settings)
+    assert "launch of stage" in trace_branch(case, branch)
