@@ -68,7 +68,14 @@ class Case(ModelCase):
         model = replace(self.model, heads=heads.query_heads, kv_heads=heads.kv_heads, nsa=config)
         small, steps = self.model_copy(update={"model": model}), config.cmp_stride + 1
         tokens = _tokens(small, 1, seq_len, self.seed)
-        cache = _prefilled(small, tokens, seq_len - steps)
+        _, k, v = _rotated({name: x[:, :-steps] for name, x in tokens.items()})
+        if model.attention == DENSE:
+            cache = DenseCache()
+            cache.take(k[1], v[1])
+        else:
+            cache = NSACache(config)
+            cache.take(k, v)
+            cache.add_compressed(*_means(config, k[0], v[0], 0))
         singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
         got = torch.cat([_step(small, single, cache) for single in singles], 1)
         eager = _last_rows(small, tokens, steps, "naive", self.torch_dtype)
@@ -117,20 +124,14 @@ class Spec(WorkloadSpec):
                 model=model,
                 timing=self.timing,
             )
-            needed = held_bytes(model, self.batch, seq_len, case.torch_dtype.itemsize)
+            # Of the caches: a key and a value for each token, layer and kv head; for NSA, compressed ones as well.
+            held = seq_len + (0 if dense else model.nsa.cmp_tokens(seq_len))
+            row = 2 * model.kv_heads * model.head_dim * case.torch_dtype.itemsize
+            needed = self.batch * model.layers * row * held
             skip = does_not_fit(needed, self, machine, "shorten lengths, or lower batch or layers")
             axes = case.axes(layers=model.layers)  # steps go through all of them
             points.append(Point("decode", f"{implementation} decode S={seq_len}", case, axes, skip_reason=skip))
         return points
-
-
-def held_bytes(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> int:
-    """Bytes of the caches: one key and one value for each token, layer and kv head; for NSA, compressed ones as well.
-
-    Windows and the temporary tensors of a step are left out.
-    """
-    held = seq_len if model.attention == DENSE else seq_len + model.nsa.cmp_tokens(seq_len)
-    return 2 * batch * model.layers * model.kv_heads * model.head_dim * itemsize * held
 
 
 def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> float:
@@ -233,19 +234,6 @@ def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]
     sizes = {"q": (model.heads, model.head_dim), "k": one_pair, "v": one_pair, "gates": (model.heads, 3)}
     options = {"generator": generator, "dtype": case.torch_dtype, "device": case.torch_device}
     return {name: torch.randn(batch, tokens, *size, **options) for name, size in sizes.items()}
-
-
-def _prefilled(case: Case, tokens: Mapping[str, Tensor], held: int) -> LayerCache:
-    """A cache that holds the first `held` tokens."""
-    _, k, v = _rotated({name: x[:, :held] for name, x in tokens.items()})
-    if case.model.attention == DENSE:
-        cache = DenseCache()
-        cache.take(k[1], v[1])
-    else:
-        cache = NSACache(case.model.nsa)
-        cache.take(k, v)
-        cache.add_compressed(*_means(case.model.nsa, k[0], v[0], 0))
-    return cache
 
 
 def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:

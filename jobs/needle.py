@@ -27,7 +27,7 @@ from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import PresetSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
-from jobs.schema.training_mode import MODE_AXES
+from jobs.schema.training_plan import MODE_AXES
 from jobs.specs.fields import Count, Layers, Preset, Unique
 from jobs.specs.fit import case_fields, does_not_fit
 from jobs.training.case import Layout, TrainingCase

@@ -20,22 +20,12 @@ from torch import Tensor
 from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.adapters.packages import TORCH_FIXED
 from jobs.measure.call import FunctionCall, measure_call
-from jobs.measure.check import (
-    DENSE_KERNELS,
-    MISMATCH,
-    REACHES,
-    Agreement,
-    WrongResult,
-    attend_by,
-    compare,
-    make_inputs,
-    small_case,
-)
+from jobs.measure.check import MISMATCH, REACHES, Agreement, WrongResult, attend_by, compare, make_inputs, small_case
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import Unique, implementation_names, names_among
+from jobs.specs.fields import DENSE_KERNELS, Unique, implementation_names, names_among
 from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError

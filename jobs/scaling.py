@@ -12,11 +12,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from jobs.measure.check import DENSE_KERNELS
 from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, WorkloadSpec, measure_operator
 from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import Count, HeadsSpec, Implementations, Layers, Passes
+from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core.model import PRESETS, ModelConfig
 

@@ -15,8 +15,7 @@ import torch
 from pydantic import Field, model_validator
 
 from jobs.schema.point import Beat, Machine, Measurement, Point
-from jobs.schema.training_mode import MODE_AXES
-from jobs.schema.training_plan import TrainingPlan
+from jobs.schema.training_plan import MODE_AXES, TrainingPlan
 from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
 from jobs.specs.fit import backend_reasons, case_fields, does_not_fit, heads_of
 from jobs.specs.nsa_effect import refuse_idle

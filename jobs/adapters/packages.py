@@ -154,8 +154,9 @@ class NSATriton(_TritonPeer):
         kernel, selected = self.NAME, self.operators.topk_sparse_attention
         if self.SMALL_GROUPS is not None and q.shape[2] // k.shape[2] <= 8:
             kernel, selected = "fsa", import_module(self.SMALL_GROUPS).FSA_topk_sparse_attention
-        for branch, ran in (("cmp", self.NAME), ("select", self.NAME), ("slc", kernel)):
-            note(branch, ran)
+        note("cmp", self.NAME)
+        note("select", self.NAME)
+        note("slc", kernel)
         cmp, blocks, starts = self._compressed(qkv, config)
         slc = selected(*(x.flatten(0, 1) for x in qkv), blocks, config.slc_block, starts, None)
         win = window(q, k, v, config, window_kernel)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
+from jobs.specs.fields import DENSE_KERNELS
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
-from nsa_core.backends import BACKENDS, Backend, dense
+from nsa_core.backends import BACKENDS, Backend
 from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig, NSATransformer
 from nsa_core.routes import Branch
@@ -29,11 +29,6 @@ from nsa_core.routes import Branch
 MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
 REACHES = 4  # length of the sequence for comparing selections, in multiples of a query's selected tokens
 CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
-
-# implementation -> dense_attention's backend: the fastest kernel available ("auto"), or one by name.
-DENSE_KERNELS: Mapping[str, str] = MappingProxyType(
-    {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
-)
 
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -98,11 +93,9 @@ def attend_by(
     branches: tuple[Branch, ...] = BRANCHES,
     blocks: Tensor | None = None,
 ) -> Tensor:
-    """A backend's gated sum of branches; without a config dense causal attention: a window over all keys.
+    """A backend's gated sum of branches, over given blocks; without a config dense causal attention.
 
-    Args:
-        inputs: their q are the last of the positions of k and v.
-        blocks: what the selected branch attends to.
+    The positions of q are the last of those of k and v.
     """
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     scale, offset = q.shape[-1] ** -0.5, k.shape[1] - q.shape[1]
@@ -238,12 +231,7 @@ def compare(
     backward: bool,
     factor: float = 2,
 ) -> Agreement:
-    """`judge` of an operator, its output and the gradients of a weighted sum of it.
-
-    Args:
-        timed: gives the output [B,S,Hq,D] of inputs as `make_inputs` names them.
-        by: the same operator computed by a backend.
-    """
+    """`judge` of an operator's output [B,S,Hq,D] and the gradients of a weighted sum of it; `by`: by a backend."""
 
     def results(call: Callable[[Mapping[str, Tensor]], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.set_grad_enabled(backward):

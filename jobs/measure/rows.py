@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.check import DENSE_KERNELS, WrongResult
+from jobs.measure.check import WrongResult
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ROWS_ERROR, ROWS_ERROR_BOUND
+from jobs.specs.fields import DENSE_KERNELS
 from nsa_core import NSAConfig, compress, select_blocks
 from nsa_core.backends import BACKENDS
 from nsa_core.routes import Branch

@@ -1,11 +1,14 @@
-"""A planned training run: the throughput it needs and the hours it takes. Imports pydantic alone."""
+"""A training's plan: the throughput it needs and the hours it takes; and its mode, as axes of its points."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jobs.schema.axes import Axis, Coordinate
 
 Amount = Annotated[int, Field(ge=1, le=2**40)]
 
@@ -49,3 +52,30 @@ class TrainingPlan(BaseModel):
                 f"set tokens_per_second to {math.ceil(needed)}, or hours to {takes:.4g}"
             )
         return self
+
+
+# Figures of two modes are never one curve, pair or verdict.
+_SWITCHES = ("compile", "cuda_graphs", "checkpointing")
+MODE_AXES = (
+    Axis("ranks", "whole", "ranks"),
+    Axis("parallel", "text", "parallel"),
+    Axis("micro_batch", "whole", "micro-batch"),
+    *(Axis(name, "text", name.replace("_", " ")) for name in _SWITCHES),
+    Axis("steps", "whole", "steps"),
+)
+
+
+def mode_of(config: Mapping[str, Any]) -> dict[str, Coordinate]:
+    """Values of MODE_AXES of a training's configuration, as the journal has it.
+
+    On one rank there are no `ranks` and `parallel`; a micro-batch is an axis where it is not the whole batch.
+    """
+    layout = config.get("layout") or config.get("ranks") or {}  # the latter in journals of before 0.2.0
+    switches = {**config["model"], **config}
+    mode: dict[str, Coordinate] = {name: "on" if switches.get(name) else "off" for name in _SWITCHES}
+    mode["steps"] = config["steps"]
+    if layout.get("ranks", 1) > 1:
+        mode |= {"ranks": layout["ranks"], "parallel": layout["parallel"]}
+    if (micro_batch := layout.get("micro_batch")) not in (None, config["batch"]):
+        mode["micro_batch"] = micro_batch
+    return mode

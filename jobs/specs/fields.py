@@ -48,8 +48,8 @@ def preset_among(presets: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-# Implementations that are dense attention: by the fastest kernel, or by one (jobs.measure.check.DENSE_KERNELS).
-DENSE = ("dense", *(f"dense-{kernel}" for kernel in dense.KERNELS))
+# Implementations that are dense attention, and dense_attention's backend: the fastest kernel available, or one by name.
+DENSE_KERNELS = {"dense": "auto"} | {f"dense-{name}": name for name in dense.KERNELS}
 # Backends that compute the window branch and no other.
 WINDOW_ALONE = tuple(name for name in WINDOW_BACKENDS if name not in BACKENDS)
 
@@ -90,7 +90,7 @@ Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
-Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE)]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 

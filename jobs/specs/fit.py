@@ -9,7 +9,7 @@ import torch
 
 from jobs.schema.point import TRITON_PROBLEM, Machine
 from jobs.schema.quantities import readable_bytes
-from jobs.specs.fields import DENSE, WINDOW_ALONE, torch_dtype
+from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE, torch_dtype
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import Heads, untested
@@ -56,9 +56,10 @@ def window_reasons(machine: Machine, dtype: str) -> dict[str, str | None]:
 
 def dense_reasons(machine: Machine, dtype: str, dim: int) -> dict[str, str | None]:
     """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
-    reasons: dict[str, str | None] = dict.fromkeys(DENSE)
+    reasons: dict[str, str | None] = dict.fromkeys(DENSE_KERNELS)
     if (host := _host(machine)) is not None:
-        reasons |= {name: unusable(name.removeprefix("dense-"), host, torch_dtype(dtype), dim) for name in DENSE[1:]}
+        kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
+        reasons |= {name: unusable(kernel, host, torch_dtype(dtype), dim) for name, kernel in kernels.items()}
     return reasons
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 
-from jobs.specs.fields import DENSE, computes
+from jobs.specs.fields import DENSE_KERNELS, computes
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS
@@ -48,7 +48,7 @@ def refuse_idle(
     """Refuse a field of a spec's section `nsa` that would change none of its points.
 
     Args:
-        implementations: all that are measured; dense ones by a name of DENSE.
+        implementations: all that are measured; dense ones by a name of DENSE_KERNELS.
         dtype: of the points; None if nothing of them has slots, as in decoding.
         branches: measured each by itself; "all": the whole operator.
 
@@ -57,7 +57,7 @@ def refuse_idle(
     """
     if nsa is None:
         return
-    sparse = {each for each in product({*implementations} - {*DENSE}, branches) if computes(*each)}
+    sparse = {each for each in product({*implementations} - {*DENSE_KERNELS}, branches) if computes(*each)}
     measured = {branch for _, branch in sparse}
     if ALL in measured:
         measured = {*BRANCHES}

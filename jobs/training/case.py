@@ -9,8 +9,7 @@ import torch
 
 from jobs.measure.call import ModelCase
 from jobs.schema.axes import Coordinate
-from jobs.schema.training_mode import mode_of
-from jobs.schema.training_plan import TrainingPlan
+from jobs.schema.training_plan import TrainingPlan, mode_of
 from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.data.spec import DataSpec
 from jobs.training.optimizer import OptimizerSpec

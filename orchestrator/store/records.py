@@ -27,7 +27,7 @@ from pydantic import (
 from jobs.schema.axes import Axis, check_axes
 from jobs.schema.quantities import SHARED, Quantity, check_quantities
 from jobs.schema.states import Origin, PointState, RunState
-from jobs.schema.training_mode import mode_of
+from jobs.schema.training_plan import mode_of
 
 STORED_BYTES = 64 << 10
 """Bytes at the end of a text file that are kept in the journal and the database, too."""

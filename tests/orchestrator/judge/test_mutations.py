@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from jobs.schema.axes import Axis
 from jobs.schema.states import PointState, Result, RunState
-from jobs.schema.training_mode import MODE_AXES
+from jobs.schema.training_plan import MODE_AXES
 from orchestrator.judge.decisions import answers, query
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
