@@ -241,13 +241,11 @@ class Spec(JobSpec):
         (layers, seq_len), preset, branch, drill = size, variant.case.preset, variant.branch, self.drill
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
         settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
+        place = {"implementation": name, "pass_": "forward+backward", "seq_len": seq_len, "batch": self.batch}
         case = Case(
-            implementation=name,
-            pass_="forward+backward",
-            seq_len=seq_len,
-            batch=self.batch,
-            dtype=self.precision,
+            **place,
             **case_fields(self, machine),
+            dtype=self.precision,
             model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
             repeats=variant.repeats,
             anomaly=variant.anomaly,
@@ -260,15 +258,9 @@ class Spec(JobSpec):
         anomaly = "on" if variant.anomaly else "off"
         more = {"preset": preset, "branch": branch, "repeats": variant.repeats, "anomaly": anomaly}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
-        return Point(
-            kind="backward",
-            label=f"{name} {variant.label(size)}",
-            case=case,
-            axes=case.axes(more=more),
-            estimate_bytes=needed,
-            skip_reason=does_not_fit(needed, self, machine, advice),
-            answers=FAILED - {PointState.LOST} if self.bisect else frozenset(),
-        )
+        skip, label = does_not_fit(needed, self, machine, advice), f"{name} {variant.label(size)}"
+        answers = FAILED - {PointState.LOST} if self.bisect else frozenset()
+        return Point("backward", label, case, case.axes(more=more), needed, skip, answers=answers)
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

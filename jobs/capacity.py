@@ -85,19 +85,11 @@ class Spec(PresetSpec):
 
     def _case(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> Case:
         implementation, batch, checkpointing = series
-        limit = machine.memory_bytes
-        if self.memory_gib is not None:
-            limit = min(limit, int(self.memory_gib * 2**30))
-        return Case(
-            implementation=implementation,
-            pass_="train",
-            seq_len=seq_len,
-            batch=batch,
-            dtype=self.precision,
-            **case_fields(self, machine),
-            model=self.model(implementation, checkpointing=checkpointing),
-            limit_bytes=limit,
-        )
+        gib = self.memory_gib
+        limit = machine.memory_bytes if gib is None else min(machine.memory_bytes, int(gib * 2**30))
+        place = {"implementation": implementation, "seq_len": seq_len, "batch": batch, "dtype": self.precision}
+        model = self.model(implementation, checkpointing=checkpointing)
+        return Case(pass_="train", **place, **case_fields(self, machine), model=model, limit_bytes=limit)
 
     def _next(self, machine: Machine, cases: Sequence[Case], tried: Mapping[int, EndedPoint]) -> Point:
         """The next length to try, also where it is predicted not to fit; skipped where not even the weights do."""

@@ -113,17 +113,9 @@ class Spec(WorkloadSpec):
                 nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
                 sizes = {"nsa": nsa, "attention": model.attention, "backend": model.backend}
                 model = bare_model(model.heads, model.kv_heads, model.head_dim, model.layers, **sizes)
-            case = Case(
-                workload=self.workload,
-                implementation=implementation,
-                pass_="decode",
-                seq_len=seq_len,
-                batch=self.batch,
-                dtype=self.dtype,
-                **case_fields(self, machine),
-                model=model,
-                timing=self.timing,
-            )
+            place = {"implementation": implementation, "pass_": "decode", "seq_len": seq_len, "batch": self.batch}
+            own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing}
+            case = Case(**place, **case_fields(self, machine), **own, model=model)
             # Of the caches: a key and a value for each token, layer and kv head; for NSA, compressed ones as well.
             held = seq_len + (0 if dense else model.nsa.cmp_tokens(seq_len))
             row = 2 * model.kv_heads * model.head_dim * case.torch_dtype.itemsize

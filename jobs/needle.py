@@ -216,22 +216,11 @@ class Spec(PresetSpec):
         layers, points = self.layers or PRESETS[self.preset].layers, []
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             batch = self.tokens // seq_len
-            case = Case(
-                implementation=implementation,
-                seq_len=seq_len,
-                batch=batch,
-                dtype=self.precision,
-                **case_fields(self, machine),
-                model=self.model(implementation, vocab_size=task.vocabulary, layers=layers),
-                steps=self.steps,
-                compile=self.compile,
-                optimizer=self.optimizer,
-                layout=Layout(batch),
-                task=task,
-                depths=self.depths,
-                questions=self.questions,
-                converged_nat=self.converged_nat,
-            )
+            model = self.model(implementation, vocab_size=task.vocabulary, layers=layers)
+            place = {"implementation": implementation, "seq_len": seq_len, "batch": batch, "dtype": self.precision}
+            own = {name: getattr(self, name) for name in ("steps", "compile", "depths", "questions", "converged_nat")}
+            own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task}
+            case = Case(**place, **case_fields(self, machine), model=model, **own)
             needed, label = case.estimate(), f"{implementation} {self.preset} S={seq_len}"
             skip = does_not_fit(needed, self, machine, "shorten lengths, or lower tokens")
             points.append(Point("needle", label, case, case.axes(more=case.mode), needed, skip))

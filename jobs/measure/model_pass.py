@@ -97,16 +97,9 @@ class PassSpec(PresetSpec):
         self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
-            case = case_type(
-                implementation=implementation,
-                pass_=pass_,
-                seq_len=seq_len,
-                batch=self.batch,
-                dtype=self.precision,
-                **fit.case_fields(self, machine),
-                model=self.model(implementation, checkpointing=self.checkpointing),
-                **own,
-            )
+            place = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": self.batch}
+            model = self.model(implementation, checkpointing=self.checkpointing)
+            case = case_type(**place, **fit.case_fields(self, machine), dtype=self.precision, model=model, **own)
             needed = case.estimate().total if predicts(implementation) else None
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"

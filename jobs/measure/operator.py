@@ -209,18 +209,9 @@ class Sweep:
             model = replace(model, attention="dense", backend="auto")
         else:
             model = replace(model, attention="nsa", backend=implementation)
-        return self.case(
-            workload=self.workload,
-            implementation=implementation,
-            pass_=pass_,
-            seq_len=seq_len,
-            batch=self.batch,
-            dtype=self.spec.dtype,
-            **case_fields(self.spec, self.machine),
-            model=model,
-            timing=self.spec.timing,
-            **own,
-        )
+        place = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": self.batch}
+        own |= {"workload": self.workload, "dtype": self.spec.dtype, "timing": self.spec.timing}
+        return self.case(**place, **case_fields(self.spec, self.machine), **own, model=model)
 
 
 class LayoutsSpec(SweepSpec):

@@ -48,9 +48,7 @@ class _Span:
 class RowCheck:
     """Takes rows of a call's results, and judges the last ones taken.
 
-    Args:
-        inputs: q, k, v and, but for dense attention, gate logits of the call (`check.make_inputs`).
-        towards: the gradient of the output; None of a forward pass.
+    The inputs are the call's, without gates of dense attention; `towards` is the gradient of the output, if any.
     """
 
     def __init__(

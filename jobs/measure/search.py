@@ -56,8 +56,7 @@ def bisected(
 ) -> tuple[tuple[Metric, ...], str | None]:
     """Metrics of a search for the smallest size that fails, and the answer in words; None if not even the largest does.
 
-    Raises:
-        Untried: for the next size to try.
+    Raises Untried for the next size to try.
     """
     layers, lengths = sorted(layers), sorted(lengths)
 
@@ -84,15 +83,8 @@ def bisected(
 
 
 def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: int) -> tuple[int, int] | None:
-    """Places (of the number of layers, of the length) that fail while both lower neighbours pass.
-
-    Args:
-        fails: whether the size at these places fails.
-        layers, lengths: numbers of places.
-
-    Returns:
-        None if the last places pass.
-    """
+    """Places (of the number of layers, of the length) that fail while both lower neighbours pass; None if the last
+    of so many layers and lengths pass."""
     layer, length = layers - 1, lengths - 1
     if not fails(layer, length):
         return None

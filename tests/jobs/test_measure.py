@@ -64,15 +64,11 @@ def test_peak_memory_is_exact_and_counts_neither_inputs_nor_what_was_freed_befor
 
 
 def test_memory_of_cuda_graphs_is_that_of_their_pools_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = [
-        {"device": 1, "segment_pool_id": (0, 3), "total_size": 100, "allocated_size": 30},
-        {"device": 1, "segment_pool_id": (0, 3), "total_size": 20, "allocated_size": 0},
-        {"device": 1, "segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 1},
-        {"device": 0, "segment_pool_id": (0, 3), "total_size": 5000, "allocated_size": 2},
-    ]
+    keys = "device", "segment_pool_id", "total_size", "allocated_size"
+    pools = (1, (0, 3), 100, 30), (1, (0, 3), 20, 0), (1, (0, 0), 1000, 1), (0, (0, 3), 5000, 2)
+    segments = [dict(zip(keys, pool, strict=True)) for pool in pools]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    found = graph_memory(torch.device("cuda", 1))
-    assert (found.held, found.idle) == (120, 90)
+    assert graph_memory(torch.device("cuda", 1)) == (120, 90)
 
 
 def test_the_machine_is_probed_and_a_missing_gpu_named() -> None:

@@ -47,30 +47,17 @@ def attend(inputs, config, window_kernel):
     q, k, v = (inputs[name] for name in "qkv")
     return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend="naive") + SHIFT
 """
-NARROW = (
-    RIGHT
-    + """
-from dataclasses import replace
-
+NARROW = """
 def attend(inputs, config, window_kernel):
-    q, k, v = (inputs[name] for name in "qkv")
-    config = replace(config, window=config.window + 1)
-    return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend="naive")
+    return narrower(inputs, __import__("dataclasses").replace(config, window=config.window + 1), window_kernel)
 """
-)
-OTHER_BLOCKS = (
-    RIGHT
-    + """
+LATEST = """
 def select(q, k, v, config):
-    blocks = select_blocks(q, k, config, backend="naive")
     last = torch.arange(q.shape[1])[None, :, None, None] // config.slc_block
-    latest = last - torch.arange(config.slc_count)
-    return torch.where(last >= config.slc_count, latest, blocks.long())
+    latest = (last - torch.arange(config.slc_count)).clamp(min=-1)
+    return latest.expand(1, -1, k.shape[2], -1)
 """
-)
-TUNED = (
-    RIGHT
-    + """
+TUNED = """
 import triton
 
 @triton.autotune([triton.Config({"BLOCK": 1}), triton.Config({"BLOCK": 2})], key=[], cache_results=True)
@@ -84,13 +71,12 @@ def attend(inputs, config, window_kernel):
     kernel.cache.setdefault("length", inputs["q"].shape[1])
     return tune(inputs, config, window_kernel)
 """
-)
 TOYS = {
     "right": RIGHT,
-    "tuned": TUNED,
+    "tuned": RIGHT + TUNED,
     "shifted": RIGHT.replace("SHIFT = 0.0", "SHIFT = 0.1"),
-    "narrow": NARROW,
-    "blocks": OTHER_BLOCKS,
+    "narrow": RIGHT + "\nnarrower = attend\n" + NARROW,
+    "blocks": RIGHT + LATEST,
     "unloadable": RIGHT.replace('return "1.0"', "import toy_extension"),
     "unimportable": "raise OSError('no driver\\nsecond line')",
     "partial": RIGHT.replace("def select(", "def selects("),
@@ -119,18 +105,8 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _spec(*names: str, **changes: Any) -> Any:
-    data: dict[str, Any] = {
-        "kind": "peers",
-        "name": "t",
-        "peers": [*names],
-        "shapes": [HEADS],
-        "lengths": [64],
-        "tokens": 128,
-        "passes": ["forward+backward"],
-        "dtype": "float32",
-        "nsa": NSA,
-        "timing": QUICK,
-    }
+    data = {"kind": "peers", "name": "t", "peers": [*names], "shapes": [HEADS], "lengths": [64], "tokens": 128}
+    data |= {"passes": ["forward+backward"], "dtype": "float32", "nsa": NSA, "timing": QUICK}
     return parse_spec(data | changes)
 
 
@@ -140,23 +116,19 @@ def _here() -> Machine:
 
 
 def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it(toys: Path) -> None:
-    spec = _spec("right", "dense-pytorch", implementations=["naive"], shapes=[
-        HEADS, {"query_heads": 2, "kv_heads": 2, "head_dim": 8}
-    ])  # fmt: skip
+    spec = _spec("right", "dense-pytorch", implementations=["naive"])
     points = spec.points(_here())
-    assert [point.label for point in points[:3]] == [
-        f"4/2 d8 {name} forward+backward S=64" for name in ("right", "dense-pytorch", "naive")
-    ]
+    names = ["right", "dense-pytorch", "naive"]
+    assert [point.label for point in points] == [f"4/2 d8 {name} forward+backward S=64" for name in names]
     assert {(p.axes.batch, p.axes.seq_len, p.skip_reason) for p in points} == {(2, 64, None)}
-    found = {point.axes.implementation: measured(point) for point in points[:3]}
-    for result in found.values():
-        values = values_of(result)
+    right, dense, naive = (measured(point) for point in points)
+    for values in map(values_of, (right, dense, naive)):
         assert min(values["time"], values["peak_extra_memory"]) > 0
         assert values["oracle_error"] <= values["oracle_error_bound"]
-    assert found["right"].environment["peer"]["version"] == "1.0"
-    assert found["right"].environment["peer"]["computes"]["window"] == 16
-    assert found["dense-pytorch"].environment["peer"]["computes"] == "dense causal attention"
-    assert found["right"].route == found["naive"].route
+    assert right.environment["peer"]["version"] == "1.0"
+    assert right.environment["peer"]["computes"]["window"] == 16
+    assert dense.environment["peer"]["computes"] == "dense causal attention"
+    assert right.route == naive.route
     assert set(offered_sources(spec)) == {f"toy_peers/{name}.py" for name in ("__init__", *TOYS)}
 
 
@@ -188,14 +160,12 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
     names = ["unloadable", "unimportable", "partial", "undecided", "Scalable-Flash-NSA"]
     reasons = {point.axes.implementation: point.skip_reason for point in _spec(*names).points(_here())}
     assert reasons["unloadable"] == "the module 'toy_extension' is not installed; pip install toy"
-    assert reasons["unimportable"] == (
-        "toy-peers 2.0, which offers it, cannot be imported (OSError: no driver second line); "
-        "mend or uninstall toy-peers"
-    )
-    assert reasons["partial"] == "toy-peers 2.0, which offers it, lacks select; mend or uninstall toy-peers"
-    assert reasons["undecided"] == (
-        "its adapter cannot say whether it computes this (KeyError: 'heads'); mend or uninstall it"
-    )
+    offered = "toy-peers 2.0, which offers it, "
+    unimportable = "cannot be imported (OSError: no driver second line); mend or uninstall toy-peers"
+    assert reasons["unimportable"] == offered + unimportable
+    assert reasons["partial"] == offered + "lacks select; mend or uninstall toy-peers"
+    undecided = "its adapter cannot say whether it computes this (KeyError: 'heads'); mend or uninstall it"
+    assert reasons["undecided"] == undecided
     assert str(reasons["Scalable-Flash-NSA"]).startswith("the module 'flash_nsa' is not installed; pip install git+")
     (point,) = _spec("right", dtype="float16").points(_here())
     assert point.skip_reason == "its heads are all alike"

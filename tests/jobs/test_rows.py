@@ -114,10 +114,11 @@ def test_a_clock_that_is_replaced_measures_nothing(monkeypatch: pytest.MonkeyPat
     assert values_of(measured(point))["time"] > 80
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["chunked", "dense"])
-def test_what_is_right_is_found_so_with_its_error(implementation: str, dtype: str) -> None:
-    for point in _case(implementation, dtype=dtype, lengths=[200]).points(CPU):
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("implementation", "dtype"), [("chunked", "float32"), ("dense", "bfloat16")])
+def test_what_is_right_is_found_so_with_its_error(implementation: str, dtype: str, kv_heads: int) -> None:
+    shape = {**HEADS, "kv_heads": kv_heads}  # as many kv heads as query heads, too
+    for point in _case(implementation, dtype=dtype, lengths=[200], shape=shape).points(CPU):
         found = values_of(measured(point))
         assert 0 < found["rows_error"] <= found["rows_error_bound"] <= check.CEILING[getattr(torch, dtype)]
 
