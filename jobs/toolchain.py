@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -55,6 +56,7 @@ COMPARISON = (DIFFERENCES, OUTPUT_DIFFERENCE, TENSORS_EQUAL, TIME_CHANGE, MEMORY
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 _MOST_NAMED = 5  # tensors in the message of a failed point
+_load = partial(torch.load, map_location="cpu", weights_only=True)
 
 
 class ToleranceSpec(Strict):
@@ -228,10 +230,6 @@ def answer(command: MeasurePoint, channel: Channel) -> Measured:
     packages = dict(sorted(packages.items(), key=lambda item: item[0].lower()))
     environment = {**measured.environment, "settings": settings, "distributions": packages}
     return Measured(replace(measured, environment=environment, files={}))
-
-
-def _load(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:

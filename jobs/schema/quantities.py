@@ -164,11 +164,6 @@ def heading(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def said_in_its_own_unit(unit: str) -> bool:
-    """Whether values of this unit are said in others (0.2 h as 12 min), so that a column cannot have it as a title."""
-    return unit in ("s", "min", "h")
-
-
 def _time(value: float, unit: str) -> str | None:
     """A time in the unit in which it is read; None if that is its own, and for what is no time."""
     if unit not in _SECONDS or not math.isfinite(value) or value == 0:

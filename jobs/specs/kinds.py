@@ -33,7 +33,8 @@ class KindError(LookupError):
 
 def kinds() -> dict[str, ModuleType]:
     """Modules of all usable job kinds, by name."""
-    own = {name: module for name in _own_modules() if (module := _own_kind(name)) is not None}
+    modules = {name: importlib.import_module(f"jobs.{name}") for name in _own_modules()}
+    own = {name: module for name, module in modules.items() if hasattr(module, "Spec")}
     return {offer.name: offer.load() for offer in offered_kinds() if offer.problem is None} | own
 
 
@@ -44,7 +45,7 @@ def kind_module(name: str) -> ModuleType:
         KindError: the kind is unknown, or comes from another distribution and cannot be used.
     """
     if name in _own_modules():
-        if (module := _own_kind(name)) is not None:
+        if hasattr(module := importlib.import_module(f"jobs.{name}"), "Spec"):
             return module
     elif offer := next((offer for offer in offered_kinds() if offer.name == name), None):
         if (problem := offer.problem) is not None:
@@ -108,8 +109,3 @@ def _own_modules() -> list[str]:
     """Names of this package's modules; each may be a kind."""
     modules = pkgutil.iter_modules(jobs.__path__)
     return [info.name for info in modules if not info.ispkg and not info.name.startswith("_")]
-
-
-def _own_kind(name: str) -> ModuleType | None:
-    module = importlib.import_module(f"jobs.{name}")
-    return module if hasattr(module, "Spec") else None

@@ -10,7 +10,7 @@ from textwrap import fill
 import pandas as pd
 from rich.console import Console
 
-from jobs.schema.quantities import Role, readable, said_in_its_own_unit
+from jobs.schema.quantities import Role, readable
 from jobs.schema.states import PointState, Result
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.decisions import Decision, decisions, query
@@ -77,7 +77,7 @@ def _results(metrics: pd.DataFrame, headline: Sequence[str]) -> Table:
     names = [name for name in headline if name in set(metrics["metric"])]
     metrics = metrics.loc[metrics["metric"].isin(names)]
     units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
-    spoken = {name for name, unit in units.items() if said_in_its_own_unit(unit)}
+    spoken = {name for name, unit in units.items() if unit in ("s", "min", "h")}
     titles = [name if units[name] == "1" or name in spoken else f"{name} ({units[name]})" for name in names]
     rows = []
     for label, group in metrics.groupby("label", sort=False):
