@@ -71,14 +71,15 @@ def bisected(
     layer, length = size = layers[place[0]], lengths[place[1]]
     fewer = [other for other in tried if other[0] < layer and other[1] == length]
     shorter = [other for other in tried if other[0] == layer and other[1] < length]
-    passing = [_words(max(sizes)) for sizes in (fewer, shorter) if sizes]
+    named = {each: f"{each[0]} layer{'s' if each[0] > 1 else ''}, S={each[1]}" for each in tried}
+    passing = [named[max(sizes)] for sizes in (fewer, shorter) if sizes]
     words = [f"{' and '.join(passing)} pass{'' if passing[1:] else 'es'}"] if passing else []
     words += [] if fewer else ["fewer layers are not among the sizes"]
     words += [] if shorter else ["shorter lengths are not among the sizes"]
     neighbours, trial = ", ".join(words), tried[size]
     method = f"bisection, each size a point; {neighbours}"
     found = Metric.of(FAILING_LAYERS, layer, method=method), Metric.of(FAILING_LENGTH, length, method=method)
-    what = f"the smallest size that fails: {_words(size)} ({trial.state}: {trial.reason}); {neighbours}"
+    what = f"the smallest size that fails: {named[size]} ({trial.state}: {trial.reason}); {neighbours}"
     return (*counts, *found), what
 
 
@@ -106,7 +107,3 @@ def _first(fails: Callable[[int], bool], last: int) -> int:
         else:
             passes = middle
     return last
-
-
-def _words(size: Size) -> str:
-    return f"{size[0]} layer{'s' if size[0] > 1 else ''}, S={size[1]}"

@@ -27,10 +27,6 @@ class PointState(StrEnum):
         return self not in (PointState.PENDING, PointState.RUNNING)
 
     @property
-    def failed(self) -> bool:
-        return self in FAILED
-
-    @property
     def settles(self) -> bool:
         """Whether it is an outcome, which counts until a later attempt has one; lost and cancelled are none."""
         return self.ended and self not in (PointState.LOST, PointState.CANCELLED)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jobs.schema.point import EndedPoint, Machine, Point
-from jobs.schema.states import PointState
+from jobs.schema.states import FAILED, PointState
 from orchestrator import provenance
 from orchestrator.errors import UserError
 from orchestrator.messages import Assignment
@@ -320,4 +320,4 @@ def _settled(before: PointHistory, point: Point, again: bool) -> bool:
 
 def _failure_stays(before: PointHistory, *, again: bool) -> bool:
     """Whether a point has failed and no one asked for more, neither now nor in a resume that did not get to it."""
-    return before.state.failed and before.state.settles and before.again is None and not again
+    return before.state in FAILED and before.state.settles and before.again is None and not again
