@@ -198,7 +198,10 @@ def check_quantities(quantities: Sequence[Quantity]) -> None:
             (not all(isinstance(x, str) and x.isprintable() for x in texts), "texts must be printable"),
             (not each.title, "title: give one"),
             *((not isinstance(x, kind), f"{x!r}: use a member of Better, Role or Plot") for x, kind in enums),
-            (each.name.endswith("*") and headline, "a family is neither drawn nor a headline; declare its members"),
+            (
+                str(each.name).endswith("*") and headline,
+                "a family is neither drawn nor a headline; declare its members",
+            ),
             (each.plot is Plot.GROWTH and each.unit in _NOT_DIVIDED, "growth is fitted in ms, s or MiB; use one"),
             (not _NAME.fullmatch(str(each.name)), "use lower-case letters, digits and '_', a letter first"),
             (names.count(each.name) > 1, "is declared twice; keep one of them"),
