@@ -65,6 +65,14 @@ class CallShape:
         floor, ceiling = _BUDGET.get(self.device, _BUDGET["cuda"])
         return min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
 
+    def chunk(self, keys: int, gathered: int = 0) -> int:
+        """Queries of a chunk in which each has `keys` keys, of which it gathers so many bytes of its own.
+
+        It also holds scores and probabilities; in the backward, probabilities and their gradients.
+        """
+        row = 2 * self.batch * self.heads * keys * self.accumulator + gathered
+        return max(1, min(self.rows, self.budget // max(1, row)))
+
 
 def operand_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the products' operands: half precision only on CUDA, which accumulates it in float32."""
@@ -83,33 +91,6 @@ def assume(device: str) -> Iterator[None]:
 
 def _device(x: Tensor) -> str:
     return _assumed.get() if x.is_meta else x.device.type
-
-
-def span_rows(shape: CallShape, keys: int) -> int:
-    """Queries per chunk where all attend to one span of at most `keys` keys."""
-    return _fit(shape, _score_bytes(shape, keys))
-
-
-def band_rows(shape: CallShape, window: int) -> int:
-    """Queries per chunk of a window. Their span is chunk + window keys, so a chunk is at most as long as the window."""
-    widest = max(window, _NARROWEST_BAND)
-    return min(widest, _fit(shape, _score_bytes(shape, 2 * widest)))
-
-
-def gather_rows(shape: CallShape, keys: int, backward: bool) -> int:
-    """Queries per chunk where each gathers `keys` keys of its own, and, in the backward, their gradients."""
-    gathered = shape.element + (shape.accumulator if backward else 0)
-    row = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * gathered
-    return _fit(shape, row + _score_bytes(shape, keys))
-
-
-def _score_bytes(shape: CallShape, keys: int) -> int:
-    """Bytes of one query's scores and probabilities; in the backward, of probabilities and their gradients."""
-    return 2 * shape.batch * shape.heads * keys * shape.accumulator
-
-
-def _fit(shape: CallShape, row_bytes: int) -> int:
-    return max(1, min(shape.rows, shape.budget // max(1, row_bytes)))
 
 
 @dataclass(frozen=True)
@@ -174,7 +155,7 @@ def compressed(shape: CallShape, config: NSAConfig, offset: int, tokens: int, de
     """The compressed branch: a query sees the compressed tokens that end at or before it."""
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
-        for start, stop in _ranges(0, shape.rows, span_rows(shape, tokens), device):
+        for start, stop in _ranges(0, shape.rows, shape.chunk(tokens), device):
             all_see, some_see = config.cmp_tokens(offset + start + 1), config.cmp_tokens(offset + stop)
             ends = torch.arange(all_see, some_see, device=device) * config.cmp_stride + config.cmp_block - 1
             hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
@@ -184,10 +165,15 @@ def compressed(shape: CallShape, config: NSAConfig, offset: int, tokens: int, de
 
 
 def band(shape: CallShape, window: int, offset: int, device: torch.device) -> ChunkedBranch:
-    """The window branch: a query sees the last `window` positions, its own included."""
+    """The window branch: a query sees the last `window` positions, its own included.
+
+    A chunk's span is chunk + window keys, so that a chunk is at most as long as the window.
+    """
+    widest = max(window, _NARROWEST_BAND)
+    step = min(widest, shape.chunk(2 * widest))
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
-        for start, stop in _ranges(0, shape.rows, band_rows(shape, window), device):
+        for start, stop in _ranges(0, shape.rows, step, device):
             first = max(0, offset + start - window + 1)
             tokens = torch.arange(first, offset + stop, device=device)
             positions = torch.arange(offset + start, offset + stop, device=device)[:, None]
@@ -207,12 +193,13 @@ def selected(shape: CallShape, config: NSAConfig, offset: int, device: torch.dev
 
     def pieces(blocks: Tensor | None, backward: bool) -> Iterator[Piece]:
         assert blocks is not None
-        for start, stop in _ranges(0, dense, span_rows(shape, keys), device):
+        for start, stop in _ranges(0, dense, shape.chunk(keys), device):
             positions = torch.arange(offset + start, offset + stop, device=device)
             hidden = positions > positions[:, None]
             yield Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
-        total = config.slc_blocks(offset + shape.rows)
-        for start, stop in _ranges(dense, shape.rows, gather_rows(shape, keys, backward), device):
+        total, element = config.slc_blocks(offset + shape.rows), shape.element + shape.accumulator * backward
+        gathered = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * element
+        for start, stop in _ranges(dense, shape.rows, shape.chunk(keys, gathered), device):
             yield _gathered(blocks[:, start:stop], start, offset, total, config)
 
     return ChunkedBranch(pieces, config.slc_block)

@@ -183,21 +183,21 @@ def _model(
     autocast: torch.dtype | None, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
     """Trace of a model of two layers at most; the last one stands for all further ones."""
-    log, repeats = Allocations(device), max(1, config.layers - 1)
+    log, functions, repeats = Allocations(device), DeviceFunctions(device), max(1, config.layers - 1)
     with torch.device("meta"):
         model = NSATransformer(replace(config, layers=min(config.layers, 2))).to(dtype)
         tokens = torch.empty(batch, seq_len, dtype=torch.int64)
-    functions = DeviceFunctions(device)
+    starts: list[int] = []  # events before each block's forward, and after the last one's
+    ends: list[int] = []  # events before the last block's backward, and after each one's
+    casts: list[int] = []  # weights that autocast had cast, before each block and after the last one
+
+    def mark(_: object, inputs: tuple[Tensor]) -> None:
+        starts.append(len(log.events))
+        casts.append(len(functions.casts))
+        if backward:
+            inputs[0].register_hook(lambda _: ends.append(len(log.events)))
+
     with on_device(device, implementation, backward), log:
-        marks: list[int] = []  # of events: each block's start, the last one's end, and the same of the backward
-        casts: list[int] = []
-
-        def mark(_: object, inputs: tuple[Tensor]) -> None:
-            marks.append(len(log.events))
-            casts.append(len(functions.casts))
-            if backward:
-                inputs[0].register_hook(lambda _: marks.append(len(log.events)))
-
         modules = *model.blocks, model.norm
         for module in modules:  # a mode around the backward would not be in force where checkpointed blocks run again
             module.forward = _within(functions, module.forward)
@@ -207,22 +207,22 @@ def _model(
         for hook in hooks:
             hook.remove()
         functions.keeps_casts = False
-        marks.append(len(log.events))
+        autocast_end = len(log.events)
         del functions.casts[casts[-2] : casts[-1]]
-        marks.append(len(log.events))
+        of_last_block = [(starts[-2], starts[-1]), (autocast_end, len(log.events))]
         functions.casts.clear()
         kept = log.live()
         if backward:
             loss.backward()
+            of_last_block.append((ends[0], ends[1]))
     weights = list(model.parameters())
-    events, rest = log.parts(kept, [x.grad for x in weights if x.grad is not None]), len(hooks)
-    # Of the last block: its forward, its cast weights that autocast kept, its backward.
-    events = _repeated(events, [(marks[i], marks[i + 1]) for i in (rest - 2, rest, rest + 2)[: 2 + backward]], repeats)
+    events = log.parts(kept, [x.grad for x in weights if x.grad is not None])
+    events = _repeated(events, of_last_block, repeats)
     if optimizer and device.type != "cuda":
         largest = max(x.nbytes for x in weights)
         events += [Event("workspace", largest), Event("workspace", -largest)]  # AdamW's denominator
-    of_last = sum(x.nbytes for x in model.blocks[-1].parameters())
-    parameters = sum(x.nbytes for x in weights) + (repeats - 1) * of_last
+    further = (repeats - 1) * sum(x.nbytes for x in model.blocks[-1].parameters())
+    parameters = sum(x.nbytes for x in weights) + further
     return _estimate(events, parameters, 2 * parameters if optimizer else 0, 2 * tokens.nbytes)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig
-from nsa_core.cache import DenseCache, NSACache
-from nsa_core.decode import dense_step, nsa_step
+from nsa_core.cache import NSACache
+from nsa_core.decode import nsa_step
 from nsa_core.layer import DenseAttention, NativeSparseAttention
 from nsa_core.model import ModelConfig, NSATransformer
 from nsa_core.rope import rotate
@@ -241,18 +241,3 @@ def test_a_step_reads_neither_unchosen_blocks_nor_beyond_its_tokens():
     for held in (caches[1].k_cmp, caches[1].v_cmp):
         held.buffer[:, config.cmp_tokens(5001) :] = torch.nan
     assert torch.equal(step(given, caches[0]), step(given, caches[1]))
-
-
-@torch.no_grad()
-def test_dense_parts_are_those_of_one_softmax():
-    cache = DenseCache()
-    k, v = random(2, 9000, 2, 64, dtype=BF16), random(2, 9000, 2, 64, dtype=BF16, seed=1)
-    cache.take(k, v)
-    q, k_new, v_new = random(2, 1, 12, 64, dtype=BF16, seed=2), k[:, :1], v[:, :1]
-    got = dense_step(q, k_new, v_new, cache, theta=10_000.0)
-    angle = 9000 * cache_frequencies()
-    turned = rotate(q, angle.cos()[None, None], angle.sin()[None, None])
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    keys, values = (held.values().transpose(1, 2) for held in (cache.k, cache.v))
-    want = sdpa(turned.transpose(1, 2), keys, values, enable_gqa=True).transpose(1, 2)
-    assert distance(got, want) < 1e-2

@@ -43,15 +43,6 @@ def test_ties_go_to_the_lower_index(make_case, dtype):
     assert torch.equal(*(select_blocks(case.q, same, PAPER, backend=name) for name in ("triton", "reference")))
 
 
-def test_no_block_is_free_to_choose(make_case):
-    """The forced ones alone, each once, padded where there are fewer."""
-    case = make_case(901, 8, 2)
-    blocks = case.blocks(NSAConfig(slc_count=3))
-    assert torch.equal(blocks, case.blocks(NSAConfig(slc_count=3), "reference"))
-    assert blocks[0, 900, 0].tolist() == [0, 13, 14]
-    assert blocks[0, 10, 0].tolist() == [0, -1, -1]
-
-
 @pytest.mark.parametrize(("tokens", "at"), [(4096, 1300), (65_536, 20_000)])
 def test_a_needle_is_what_comes_out(make_case, tokens, at):
     """A key with a very large score for the last query, in a block that its compressed token makes it choose."""

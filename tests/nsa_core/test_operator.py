@@ -10,7 +10,6 @@ from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, routes
 from nsa_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("many_chunks")
-LENGTHS = [1, 7, 8, 17, 64, 131]
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -21,25 +20,18 @@ def errors(actual, expected):
     return (actual.double() - expected.double()).abs().max().item()
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_backends_agree_with_the_oracle_at_any_length(fast_backend, make_case, config, tokens):
-    case = make_case(tokens, batch=2)
-    expected = nsa_attention(*case.leaves, config, backend="reference")
-    assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
-
-
-@pytest.mark.parametrize("ratio", [1, 3, 6, 16])
-def test_group_sizes(fast_backend, make_case, config, ratio):
-    case = make_case(90, heads=2 * ratio, kv_heads=2)
-    expected = nsa_attention(*case.leaves, config, backend="reference")
-    assert_close(nsa_attention(*case.leaves, config, backend=fast_backend), expected)
-
-
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (96, 64), (192, 128), (256, 256)])
-def test_head_dims(fast_backend, make_case, config, dim, value_dim):
-    case = make_case(90, dim=dim, value_dim=value_dim)
+@pytest.mark.parametrize(
+    ("tokens", "batch", "heads", "dim", "value_dim"),
+    [
+        *((tokens, 2, 4, 16, 16) for tokens in (1, 7, 8, 17, 64, 131)),
+        *((90, 1, 2 * ratio, 16, 16) for ratio in (1, 3, 6, 16)),
+        *((90, 1, 4, *dims) for dims in ((64, 96), (96, 64), (192, 128), (256, 256))),
+    ],
+)
+def test_backends_agree_with_the_oracle(fast_backend, make_case, config, tokens, batch, heads, dim, value_dim):
+    case = make_case(tokens, heads, 2, dim, value_dim, batch)
     out = nsa_attention(*case.leaves, config, backend=fast_backend)
-    assert out.shape == (1, 90, 4, value_dim)
+    assert out.shape == (batch, tokens, heads, value_dim)
     assert_close(out, nsa_attention(*case.leaves, config, backend="reference"))
 
 

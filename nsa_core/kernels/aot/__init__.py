@@ -1,6 +1,6 @@
 """Compiles every kernel as the operator would launch it, without a device: `python -m nsa_core.kernels.aot --help`.
 
 - `cases.py`: what is compiled, and the launches of it.
-- `resources.py`: one launch compiled, and what the kernel takes.
+- `resources.py`: one launch hashed and compiled, and what the kernel takes.
 - `table.py`: what was compiled before, by the hash of a launch's source and constants.
 """

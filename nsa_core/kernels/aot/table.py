@@ -12,8 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from .cases import CASES, DTYPES, ON_A100, CompileCase, launches
-from .resources import SHARED, Usage, compile_for
-from .sources import launch_key
+from .resources import SHARED, Usage, compile_for, launch_key
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 

@@ -27,7 +27,7 @@ TABLE = Path(__file__).with_name("compiled_kernels.csv")
 @pytest.fixture(scope="module")
 def kernels() -> set[str]:
     """Kernels of the package: its Triton functions except for those that only other Triton functions call."""
-    from nsa_core.kernels.aot.sources import functions_named
+    from nsa_core.kernels.aot.resources import functions_named
 
     modules = [import_module(found.name) for found in walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}.")]
     device, host = set[FunctionType](), set[FunctionType]()
@@ -94,21 +94,21 @@ def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled
 
 def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a constant that a called function names changes it; a comment, a docstring or a line do not."""
-    from nsa_core.kernels.aot import sources
+    from nsa_core.kernels.aot import resources
     from nsa_core.kernels.shared import hopper
     from nsa_core.kernels.span import forward_hopper
 
     def text() -> str:
-        sources._sources.cache_clear()
-        return str(sources._sources(forward_hopper._all_spans_forward))
+        resources._sources.cache_clear()
+        return str(resources._sources(forward_hopper._all_spans_forward))
 
     before = text()
-    source = sources.inspect.getsource
-    monkeypatch.setattr(sources.inspect, "getsource", lambda x: "\n\n" + source(x) + "    # more\n")
+    source = resources.inspect.getsource
+    monkeypatch.setattr(resources.inspect, "getsource", lambda x: "\n\n" + source(x) + "    # more\n")
     assert text() == before
     monkeypatch.setattr(hopper, "ROWS", 128)
     assert text() != before
-    sources._sources.cache_clear()  # of what no other test may find
+    resources._sources.cache_clear()  # of what no other test may find
 
 
 def test_keys_stay_in_registers_on_hopper(usages: dict[str, Usage]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from nsa_core import NSAConfig
 from nsa_core.kernels.call import Call
@@ -48,18 +47,6 @@ class Add:
             if not arguments:
                 self.addresses.append(values[:2])
             return self
-
-        return run
-
-
-class Interpreted:
-    """Stand-in for the same kernel in the interpreter: nothing is compiled."""
-
-    __name__ = "add"
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(X: Tensor, OUT: Tensor, number: int, **options: Any) -> None:  # noqa: N803
-            OUT.copy_(torch.clone(X) + number)
 
         return run
 
@@ -172,22 +159,6 @@ def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
     assert counted.calls == 2
     wanted = [(x.data_ptr() + 2 * 16, out.data_ptr() + 16) for x, out in zip(tensors, outs, strict=True)]
     assert kernel.addresses == wanted[1:]  # the first launch compiles
-
-
-@pytest.mark.parametrize("kernel", [Add(), Interpreted()], ids=["compiled", "interpreted"])
-def test_a_replayed_launch_is_a_range_of_a_profile_as_one_that_is_captured(kernel: Any) -> None:
-    def function(x: Tensor) -> list[Tensor]:
-        out = torch.empty(6, 4)
-        launch(kernel, (1,), {"X": x, "OUT": out, "number": 3}, {}, Tile(), stage="add")
-        return [out]
-
-    counted, ranges = Counted(function), []
-    for _ in range(4):
-        with profile(activities=[ProfilerActivity.CPU]) as watch:
-            replay.run(counted, CALL, (of(0),))
-        ranges += [row.count for row in watch.key_averages() if row.key == "nsa_core.add"]
-    assert ranges == [1, 1, 1, 1]
-    assert counted.calls == 2
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

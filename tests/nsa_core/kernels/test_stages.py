@@ -47,17 +47,6 @@ def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> N
     assert kernel.runs == 4
 
 
-def test_each_launch_is_a_range_of_a_profile() -> None:
-    kernel = Kernel()
-    with profile(activities=[ProfilerActivity.CPU]) as watch:
-        _launch(kernel)
-        _launch(kernel)
-        _launch(kernel, (0,))
-    _launch(kernel)
-    assert {row.key: row.count for row in watch.key_averages()}["nsa_core.merge"] == 2
-    assert kernel.runs == 3
-
-
 def test_a_range_of_a_stage_is_an_operation_as_a_kernel_on_a_gpu_needs_it() -> None:
     """The profiler gives a kernel to the innermost operation: an annotation in autograd's function would get none."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watch:
