@@ -376,14 +376,12 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
     """
     complete = [(run, frozenset(lengths.items())) for run in runs if run.complete and (lengths := run.lengths(scope))]
     oldest = {measured: place for place, (_, measured) in enumerate(complete)}
-    exceeded_before = {  # a run before this place is exceeded
-        measured: max((place for more, place in oldest.items() if _exceeds(more, measured)), default=-1)
-        for measured in oldest
-    }
+
+    def exceeded_until(measured: frozenset[tuple[Series, int]]) -> int:
+        """Place of the oldest run that exceeds what was measured; -1 without."""
+        others = ((dict(more), place) for more, place in oldest.items() if more != measured)
+        return max((at for more, at in others if all(more.get(series, 0) >= n for series, n in measured)), default=-1)
+
+    exceeded_before = {measured: exceeded_until(measured) for measured in oldest}
     exceeded = {run.run_id for place, (run, measured) in enumerate(complete) if place < exceeded_before[measured]}
     return sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)
-
-
-def _exceeds(more: frozenset[tuple[Series, int]], measured: frozenset[tuple[Series, int]]) -> bool:
-    lengths = dict(more)
-    return more != measured and all(lengths.get(series, 0) >= number for series, number in measured)

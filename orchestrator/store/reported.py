@@ -124,8 +124,17 @@ class ReportedRun:
 
     def records(self) -> list[rec.Record]:
         """The run's records, the same for the same table; the beginning's hash is that of all others."""
+        plans: list[rec.Record] = []
+        ends: list[rec.Record] = []
+        for number, point in enumerate(self.points):
+            about = {"run_id": self.run_id, "at": point.at, "point_id": f"{self.run_id}/{number}"}
+            key = hashlib.sha256(f"{self.run_id}{point.label}{number}".encode()).hexdigest()[:16]
+            planned = {name: getattr(point, name) for name in ("label", "config", "axes", "estimate_bytes")}
+            plans.append(rec.PointRecord(**about, index=number, key=key, **planned))
+            ended = {name: getattr(point, name) for name in ("state", "reason", "environment", "metrics")}
+            ends.append(rec.OutcomeRecord(**about, attempt=1, **ended))
         times = [point.at for point in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
-        rest = [*self._plans(), *self._outcomes()]
+        rest = [*plans, *ends]
         rest += [rec.EventRecord(run_id=self.run_id, at=min(times), message=note) for note in self.notes]
         rest.append(rec.RunEndRecord(run_id=self.run_id, at=max(times), state=RunState.DONE))
         begin = rec.RunRecord(
@@ -139,26 +148,6 @@ class ReportedRun:
             source=self.source,
         )
         return [begin, *rest]
-
-    def _plans(self) -> Iterable[rec.Record]:
-        for number, point in enumerate(self.points):
-            yield rec.PointRecord(
-                run_id=self.run_id,
-                at=point.at,
-                point_id=f"{self.run_id}/{number}",
-                index=number,
-                key=hashlib.sha256(f"{self.run_id}{point.label}{number}".encode()).hexdigest()[:16],
-                label=point.label,
-                config=point.config,
-                axes=point.axes,
-                estimate_bytes=point.estimate_bytes,
-            )
-
-    def _outcomes(self) -> Iterable[rec.Record]:
-        for number, point in enumerate(self.points):
-            about = {"run_id": self.run_id, "at": point.at, "point_id": f"{self.run_id}/{number}", "attempt": 1}
-            ended = {"state": point.state, "reason": point.reason, "environment": point.environment}
-            yield rec.OutcomeRecord(**about, **ended, metrics=point.metrics)
 
 
 def seeds(rows: list[Row]) -> Iterable[ReportedRun]:

@@ -38,7 +38,6 @@ def upgrade(url: str) -> tuple[str | None, str]:
     try:
         with errors(parsed):
             with engine.connect() as connection:
-                _check_owner(connection)
                 if _revision(connection) == head:
                     return head, head  # without waiting for a current writer's lock
             with engine.connect().execution_options(writes=True) as connection, connection.begin():
@@ -58,7 +57,6 @@ def upgrade(url: str) -> tuple[str | None, str]:
 
 def check(connection: Connection) -> None:
     """Raise StoreError unless the schema has the newest revision."""
-    _check_owner(connection)
     revision = _revision(connection)
     if revision != revisions()[-1]:
         problem = "holds no tables yet" if revision is None else f"has the older schema {revision}"
@@ -68,18 +66,6 @@ def check(connection: Connection) -> None:
 def revisions() -> list[str]:
     """The revisions of this version, oldest first: the numbers that the migrations' names begin with."""
     return sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
-
-
-def _check_owner(connection: Connection) -> None:
-    if connection.dialect.name != "sqlite":  # a server's database may well be shared
-        return
-    heads = _heads(connection)
-    tables = sorted({*inspect(connection).get_table_names()} - {_VERSION.name})
-    if len(heads) > 1 or (tables and not heads):
-        raise StoreError(
-            f"{SETTING}: {shown(connection.engine.url)!r}: is another application's, with the tables "
-            f"{in_a_line(', '.join(tables), 100)}; name another file"
-        )
 
 
 def _migrate(connection: Connection, *, new: bool) -> None:
@@ -94,21 +80,23 @@ def _migrate(connection: Connection, *, new: bool) -> None:
 
 
 def _revision(connection: Connection) -> str | None:
-    """The database's revision; None without any. Raises StoreError unless this version knows it."""
-    name, heads = shown(connection.engine.url), _heads(connection)
-    tables = inspect(connection)
-    if heads and tables.has_table("point") and not tables.has_table("attempt"):
+    """The database's revision; None without any. Raises StoreError if it is another application's, or this version
+    does not know it. Read without Alembic, whose import takes long."""
+    name, found = shown(connection.engine.url), inspect(connection)
+    tables = sorted({*found.get_table_names()} - {_VERSION.name})
+    stored = select(_VERSION.c.version_num)
+    heads = list(connection.scalars(stored)) if found.has_table(_VERSION.name) else []
+    alone = connection.dialect.name == "sqlite"  # a server's database may well be shared
+    if alone and (len(heads) > 1 or (tables and not heads)):
+        theirs = in_a_line(", ".join(tables), 100)
+        raise StoreError(f"{SETTING}: {name!r}: is another application's, with the tables {theirs}; name another file")
+    if not heads:
+        return None
+    if "point" in tables and "attempt" not in tables:
         raise StoreError(
             f"{SETTING}: {name!r}: has the schema {heads[0]} of a version before 0.2.0, which cannot be read; name a "
             "new database and bring the journals into it: nsa import JOURNAL..."
         )
-    if heads and heads[0] not in revisions():
+    if heads[0] not in revisions():
         raise StoreError(f"{SETTING}: {name!r}: has the schema {heads[0]} of a newer version; update nsa-bench here")
-    return heads[0] if heads else None
-
-
-def _heads(connection: Connection) -> list[str]:
-    """The revisions in Alembic's table; none without it. Read without Alembic, whose import takes long."""
-    if not inspect(connection).has_table(_VERSION.name):
-        return []
-    return list(connection.scalars(select(_VERSION.c.version_num)))
+    return heads[0]

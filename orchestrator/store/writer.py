@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby, islice
@@ -193,7 +193,12 @@ def _artifacts(session: Session, records: Sequence[rec.ArtifactRecord]) -> None:
 def _series(session: Session, records: Sequence[rec.SeriesRecord]) -> None:
     """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     _existing(session, records)
-    if samples := [sample for record in records for sample in _samples(record)]:
+    samples = []
+    for record in records:
+        same = {name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}
+        for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
+            samples.append({**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value})
+    if samples:
         insertion = _dialect(session).insert(_SERIES)
         new = insertion.excluded
         session.execute(
@@ -202,12 +207,6 @@ def _series(session: Session, records: Sequence[rec.SeriesRecord]) -> None:
             ),
             samples,
         )
-
-
-def _samples(record: rec.SeriesRecord) -> Iterator[dict[str, Any]]:
-    same = {name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}
-    for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
-        yield {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
 
 
 def _events(session: Session, records: Sequence[rec.EventRecord]) -> None:

@@ -152,16 +152,6 @@ def test_a_crossing_beyond_the_longest_length_is_extrapolated():
     assert taken.largest == taken.equal
 
 
-def test_the_largest_rival_decides_where_it_is_the_largest():
-    taken = taken_over(
-        per_call(2, 1.0), {"selected": per_call(1, 0.5), "window": per_call(1, 3.0), "merge": per_call(1, 0.1)}
-    )
-    assert taken.largest
-    assert taken.equal
-    assert taken.largest.seq_len == pytest.approx(98_304)
-    assert taken.equal.seq_len == pytest.approx(117_965, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("compressed", "rest", "lengths", "reason"),
     [

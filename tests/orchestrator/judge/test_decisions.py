@@ -119,7 +119,7 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
         (
             {"chunked": 1.0, "naive": 2.0},
             Result.UNKNOWN,
-            "On CPU: memory-exponent 1 (at most 1.15), naive-contrast 2 (at least 1.7); ",
+            "On CPU: memory-exponent 1 (at most 1.15), naive-contrast 2 (",
         ),
         ({"chunked": 1.0, "naive": 1.6999}, Result.NO_GO, "No on CPU: naive-contrast 1.6999 (at least 1.7). "),
         (

@@ -73,18 +73,6 @@ def test_runs_are_filtered(filled: Store, filters: dict, found: list[str]):
     assert queries.runs(filled, **filters).run_id.tolist() == found
 
 
-def test_points_carry_state_reason_axes_and_route(filled: Store):
-    frame = queries.points(filled, RUN)
-    assert frame.number.tolist() == list(range(10))
-    assert frame.iloc[8][["state", "reason", "attempt"]].tolist() == ["hang", "silent for 120 s", 1]
-    assert frame.iloc[9].state == "skipped"
-    assert frame.iloc[0].route == {"cmp": "chunked", "slc": "chunked", "win": "chunked"}
-    assert frame.iloc[0]["pass"] == "forward+backward"
-    columns = {"phase", "done", "total", "heartbeat_at", "started_at", "ended_at", "label", "key", "estimate_bytes"}
-    assert columns <= set(frame.columns)
-    assert str(frame.ended_at.dt.tz) == "UTC"
-
-
 def test_a_point_in_detail(filled: Store):
     found = queries.point(filled, f"{RUN}/0")
     assert found is not None

@@ -82,19 +82,6 @@ def test_replaying_a_journal_gives_the_same_rows(store: Store, sweep):
     assert rows_of(store) == before
 
 
-def test_a_later_attempt_counts_once_it_has_an_outcome(store: Store, sweep):
-    records = sweep()
-    store.apply_many(records)
-    before, late = metrics_of(store), records[-1].at
-    store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=2))
-    assert (point_of(store)["state"], point_of(store)["again"], metrics_of(store)) == ("ok", "running", before)
-    store.apply(outcome(late + timedelta(seconds=9), attempt=2, time=7.0))
-    store.apply_many(records)
-    assert metrics_of(store) == {"time": 7.0}
-    assert (point_of(store)["attempt"], point_of(store)["again"]) == (2, None)
-    assert attempts_of(store) == [(1, PointState.OK), (2, PointState.OK)]
-
-
 def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
     records = sweep()
     store.apply_many(records)
@@ -229,7 +216,7 @@ def test_postgres_is_migrated_only_when_asked(postgres_url: str):
     [
         (
             "ALTER TABLE attempt RENAME TO remeasurement",
-            "0001 of a version before 0.2.0, .* into it: nsa import JOURNAL...$",
+            "0001 of a version before 0.2.0, .* it: nsa import JOURNAL...$",
         ),
         ("UPDATE alembic_version SET version_num = '9999'", "9999 of a newer version; update nsa-bench here$"),
     ],
