@@ -17,14 +17,17 @@ from jobs.specs.kinds import kind_module
 from jobs.specs.spec import Deadlines, JobSpec
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, SeriesRecord, StartRecord
 
+GRACE_S = 30.0
+"""Seconds that a point which keeps checkpoints has to save one before it is killed."""
+
 
 @dataclass(frozen=True)
 class Assignment:
-    """A point to be measured, the attempt number, from 1, and the point's key."""
+    """A point to be measured."""
 
     run_id: str
     point_id: str
-    attempt: int
+    attempt: int  # its number, from 1
     point: Point
     key: str = ""
 
@@ -38,57 +41,32 @@ class Assignment:
         return EventRecord(**self.ids, level="warning", message=message)
 
 
-GRACE_S = 30.0
-"""Seconds that a point which keeps checkpoints has to save one before it is killed."""
-
-
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions shared by all points of a run.
+    """Conditions shared by all points of a run."""
 
-    Attributes:
-        device: the device of the points.
-        memory_bytes: limit of a point's memory beyond its start, enforced in the child; None: no limit.
-        threads: CPU threads of a child.
-        warm: whether one child serves many points, until one is not ok or the next needs another environment.
-        settings: names of environment variables whose effective values are read back in each point's child.
-        card: name of the GPU that the points are planned for; a point that gets another is not measured.
-        store: URL of the artifact store; None: no file is kept.
-        grace_s: seconds that a point has to end by itself when the run is cancelled; 0: it is killed at once.
-    """
-
-    device: Device
+    device: Device  # of the points
     deadlines: Deadlines
-    memory_bytes: int | None = None
-    threads: int = 1
-    warm: bool = False
-    settings: tuple[str, ...] = ()
-    card: str | None = None
-    store: str | None = None
-    grace_s: float = 0.0
+    memory_bytes: int | None = None  # limit of a point's memory beyond its start; None: no limit
+    threads: int = 1  # of a child's CPU
+    warm: bool = False  # one child serves many points, until one is not ok or the next needs another environment
+    settings: tuple[str, ...] = ()  # environment variables whose effective values are read back in each child
+    card: str | None = None  # name of the GPU that the points are planned for; another one's are not measured
+    store: str | None = None  # URL of the artifact store; None: no file is kept
+    grace_s: float = 0.0  # that a point has to end by itself when the run is cancelled; 0: it is killed at once
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a spec's points, to be checked where they will run.
-
-    Attributes:
-        device: "auto", "cpu" or "cuda".
-        kind: the job kind.
-        envs: the environments of the points.
-        pythons: paths of their interpreters; None: this process's own.
-        paths: files and folders that they read, by the spec's field; relative ones below the working directory.
-        gpus: GPUs of a point; None: one on a CUDA device.
-        versioned: whether the kind has versions of its own to look for.
-    """
+    """Requirements of a spec's points, to be checked where they will run."""
 
     device: Literal["auto", "cpu", "cuda"]
     kind: str
-    envs: Sequence[Mapping[str, str]]
-    pythons: Sequence[str | None]
-    paths: Mapping[str, str]
-    gpus: float | None
-    versioned: bool = False
+    envs: Sequence[Mapping[str, str]]  # the environments of the points
+    pythons: Sequence[str | None]  # paths of their interpreters; None: this process's own
+    paths: Mapping[str, str]  # files and folders that they read, by the spec's field; relative to the working directory
+    gpus: float | None  # of a point; None: one on a CUDA device
+    versioned: bool = False  # whether the kind has versions of its own to look for
 
     @classmethod
     def of(cls, spec: JobSpec) -> Requirements:
@@ -99,19 +77,15 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a running point: `done` of `total` steps of a phase; `total` is 0 if unknown.
-
-    `rate` is in steps a second, over the last minute of the phase or its later half, what interrupted it included; None
-    where it is unknown. A checkpoint has the steps and the rate of the training that it interrupts.
-    """
+    """Progress of a running point; a checkpoint has the steps and the rate of the training that it interrupts."""
 
     run_id: str
     point_id: str
     at: datetime
     phase: str
-    done: int
+    done: int  # steps of the phase, of `total`; that is 0 if unknown
     total: int
-    rate: float | None = None
+    rate: float | None = None  # steps a second over the last minute, interruptions included; None: unknown
 
 
 @dataclass(frozen=True)
@@ -123,15 +97,10 @@ class Series:
 
 @dataclass(frozen=True)
 class BatchEnded:
-    """A batch of points will send no more updates.
+    """A batch of points will send no more updates."""
 
-    Attributes:
-        state: None if its supervisor finished, else the state of its unfinished point: LOST, OOM, CANCELLED.
-        reason: why the supervisor did not finish.
-    """
-
-    state: PointState | None = None
-    reason: str | None = None
+    state: PointState | None = None  # None if its supervisor finished, else that of its unfinished point
+    reason: str | None = None  # why the supervisor did not finish
 
 
 Update = StartRecord | Progress | Series | OutcomeRecord | ArtifactRecord | EventRecord

@@ -48,7 +48,10 @@ def git_state(root: Path = SOURCES) -> GitState:
     Raises:
         UserError: NSA_GIT_COMMIT is set to what is no commit.
     """
-    if commit := _told_commit():
+    if commit := os.environ.get("NSA_GIT_COMMIT"):
+        if not _COMMIT.fullmatch(commit):
+            fix = "set at most 64 plain characters, or remove it"
+            raise UserError(f"NSA_GIT_COMMIT: {shown(commit)}: is no commit; {fix}")
         dirty, branch = os.environ.get("NSA_GIT_DIRTY"), _as_text(os.environ.get("NSA_GIT_BRANCH"))
         return GitState(commit, branch, None if not dirty else dirty.lower() not in ("0", "false", "no"))
     beside = os.environ.get("NSA_CHECKOUT")
@@ -88,36 +91,13 @@ def spec_hash(spec: JobSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_variables() -> None:
-    """Raise UserError if a variable that tells of the commit or the submission has a value that cannot be stored."""
-    _told_commit()
-    if (job := _submission_id()) and len(job) > _JOB_LENGTH:
-        raise UserError(
-            f"submission id: {shown(job)}: has {len(job)} characters; give `ray job submit --submission-id` at most "
-            f"{_JOB_LENGTH}"
-        )
-
-
 def submission_id() -> str | None:
     """Submission id of this process's Ray job, shortened to what is stored; None outside of a job."""
-    job = _submission_id()
-    return job and job[:_JOB_LENGTH]
-
-
-def _told_commit() -> str | None:
-    commit = os.environ.get("NSA_GIT_COMMIT") or None
-    if commit and not _COMMIT.fullmatch(commit):
-        raise UserError(f"NSA_GIT_COMMIT: {shown(commit)}: is no commit; set at most 64 plain characters, or remove it")
-    return commit
-
-
-def _submission_id() -> str | None:
     try:
         config = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
-        job = config["metadata"]["job_submission_id"]
+        return str(config["metadata"]["job_submission_id"])[:_JOB_LENGTH]
     except (KeyError, TypeError, json.JSONDecodeError):
         return None
-    return job if isinstance(job, str) else None
 
 
 def _as_text(name: str | None) -> str | None:

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dotenv.parser import Binding, parse_stream
-from pydantic import Field, HttpUrl, ValidationError, field_validator
+from dotenv import dotenv_values
+from pydantic import Field, HttpUrl, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -144,16 +144,12 @@ class Settings(BaseSettings):
 
     @field_validator("home", "artifacts", "gates")
     @classmethod
-    def _expand_tilde(cls, value: Path | None) -> Path | None:
+    def _check_path(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         try:
-            return value and value.expanduser()  # no shell does it in a `.env`
+            value = value and value.expanduser()  # no shell does it in a `.env`
         except RuntimeError:
             raise ValueError("begins with ~, and there is no such home; write an absolute path") from None
-
-    @field_validator("home", "artifacts")
-    @classmethod
-    def _check_folder(cls, value: Path | None) -> Path | None:
-        if value is not None:
+        if value is not None and info.field_name != "gates":
             artifact_url.check_folder(value)
         return value
 
@@ -183,8 +179,9 @@ class Settings(BaseSettings):
 def misspelled() -> list[str]:
     """One line for each variable of the environment or `.env` that nothing reads, but almost has a setting's name."""
     settings, names = [f"NSA_{name.upper()}" for name in Settings.model_fields], {*os.environ}
-    with suppress(SettingsError):  # whoever loads the settings says it
-        names.update(binding.key for binding in _bindings(env_file()) if binding.key)
+    if file := env_file():
+        with suppress(OSError, UnicodeDecodeError):  # whoever loads the settings says it
+            names.update(dotenv_values(file))
     lines = []
     for name in sorted(names):
         if not name.upper().startswith("NSA") or name.upper() in (*settings, *_NO_SETTINGS):
@@ -205,29 +202,12 @@ def check_current_folder() -> None:
 def load_settings() -> Settings:
     """The settings of this process: its environment, then `env_file`. Raises SettingsError: one line a mistake."""
     file = env_file()
-    _bindings(file)
     try:
         return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
         raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
-
-
-def _bindings(file: Path | None) -> list[Binding]:
-    """The lines of a `.env`, if it is there. Raises SettingsError; dotenv would only warn, and take the default."""
-    try:
-        if not file or not file.is_file():
-            return []
-        with file.open(encoding="utf-8") as lines:
-            bindings = list(parse_stream(lines))
-    except UnicodeDecodeError:
-        raise SettingsError(f".env: '{file}': is not UTF-8; save it as UTF-8 text") from None
-    except OSError as err:
-        raise SettingsError(f".env: '{file}': cannot be read ({err.strerror}); make it readable") from None
-    for binding in bindings:
-        if binding.error:
-            line = binding.original.line
-            raise SettingsError(f".env: '{file}': line {line}: is not NAME=VALUE, or its quote does not end; mend it")
-    return bindings
+    except (OSError, UnicodeDecodeError) as err:
+        raise SettingsError(f".env: '{file}': cannot be read ({err}); make it readable UTF-8 text") from None
 
 
 def _mistake(error: ErrorDetails) -> str:

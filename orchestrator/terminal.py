@@ -18,6 +18,9 @@ from jobs.schema.plain_text import in_a_line, printable
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 
 
+_lost = False  # something of the output that somebody may miss
+
+
 class _Outlet(FileIO):
     """A standard stream's file that drops what can no longer be written.
 
@@ -25,9 +28,8 @@ class _Outlet(FileIO):
     who wants no more, the first loss is reported on standard error.
     """
 
-    lost = False  # something that somebody may miss
-
     def write(self, data: Any, /) -> int:
+        global _lost
         view = memoryview(data).cast("B")
         written = 0
         try:
@@ -36,8 +38,8 @@ class _Outlet(FileIO):
                     select.select([], [self], [])  # a pipe that does not block, and is full
                 written += count or 0
         except OSError as err:
-            if err.errno != errno.EPIPE and not self.lost:
-                self.lost = True
+            if err.errno != errno.EPIPE and not _lost:
+                _lost = True
                 with suppress(OSError):
                     os.write(2, f"error: output: cannot be written ({err.strerror}); the rest is not shown\n".encode())
         return view.nbytes
@@ -52,32 +54,19 @@ def prepare() -> None:
 def _lasting(stream: Any, original: Any) -> Any:
     if stream is None:  # closed at start
         return open(os.devnull, "w", encoding="utf-8")
-    if not isinstance(stream, TextIOWrapper):
-        return stream
-    if stream is not original or type(_file(stream)) is not FileIO:  # put there by this process itself
+    if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
+    if stream is not original:  # put there by this process itself
         return stream
     with suppress(OSError):
         stream.flush()
-    outlet = _Outlet(stream.fileno(), "wb", closefd=False)
-    return TextIOWrapper(
-        outlet if stream.write_through else BufferedWriter(outlet),
-        stream.encoding,
-        "backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+    outlet = BufferedWriter(_Outlet(stream.fileno(), "wb", closefd=False))
+    return TextIOWrapper(outlet, stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def output_lost() -> bool:
-    """Whether a part of standard output could not be written, although somebody may miss it."""
-    outlet = _file(sys.stdout)
-    return isinstance(outlet, _Outlet) and outlet.lost
-
-
-def _file(stream: Any) -> object:
-    buffer = getattr(stream, "buffer", None)
-    return getattr(buffer, "raw", buffer)  # no buffer is between them where PYTHONUNBUFFERED is set
+    """Whether a part of the output could not be written, although somebody may miss it."""
+    return _lost
 
 
 def say(text: object = "", end: str = "\n") -> None:

@@ -25,6 +25,7 @@ _SECRET = re.compile(r"TOKEN|PASSWORD|SECRET|KEY|URL|CREDENTIAL", re.IGNORECASE)
 
 def environment(device: torch.device) -> dict[str, Any]:
     """JSON-able description of this process's environment, for a point measured on `device`."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -35,7 +36,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "arithmetic": _arithmetic(),
+        "arithmetic": {
+            "matmul.fp32_precision": matmul.fp32_precision,
+            "matmul.bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+            "matmul.fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+            "cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
+            "cudnn.benchmark": cudnn.benchmark,
+            "cudnn.deterministic": cudnn.deterministic,
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        },
         "variables": steering(os.environ),
     }
     if device.type == "cuda":
@@ -43,20 +52,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         found["cudnn"] = torch.backends.cudnn.version()
         found["gpu"] = _gpu(device)
     return found
-
-
-def _arithmetic() -> dict[str, Any]:
-    """PyTorch's settings of precision and determinism."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return {
-        "matmul.fp32_precision": matmul.fp32_precision,
-        "matmul.bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "matmul.fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "cudnn.conv.fp32_precision": cudnn.conv.fp32_precision,
-        "cudnn.benchmark": cudnn.benchmark,
-        "cudnn.deterministic": cudnn.deterministic,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
 
 
 def steering(variables: Mapping[str, str]) -> dict[str, str]:

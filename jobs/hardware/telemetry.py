@@ -111,6 +111,7 @@ class Telemetry:
 
     Attributes:
         samples: those so far, in the order of time.
+        thread: takes them.
 
     `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
@@ -123,11 +124,11 @@ class Telemetry:
         self._problem: str | None = None if self._gpu_ids else "the point uses no GPU"
         self._stop = threading.Event()
         self._paused = False
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
 
     def start(self) -> None:
         if self._problem is None:
-            self._thread.start()
+            self.thread.start()
 
     def stop(self) -> TelemetrySummary:
         """End the sampling and summarize it; a second call gives the same summary."""
@@ -138,11 +139,6 @@ class Telemetry:
 
     def ask_to_stop(self) -> None:
         self._stop.set()
-
-    def join(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until the sampling has ended, once it was asked to."""
-        if self._thread.is_alive():
-            self._thread.join(timeout)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -201,7 +197,8 @@ def stop_all(telemetries: Sequence[Telemetry]) -> None:
         telemetry.ask_to_stop()
     deadline = time.monotonic() + _STOP_S
     for telemetry in telemetries:
-        telemetry.join(max(0.0, deadline - time.monotonic()))
+        if telemetry.thread.is_alive():
+            telemetry.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:

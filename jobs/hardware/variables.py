@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 UNSET = "unset"
@@ -46,12 +46,25 @@ def effective(names: Collection[str]) -> dict[str, str]:
     Raises:
         RuntimeError, ValueError: PyTorch rejects the value of a setting.
     """
-    return {name: _READERS.get(name, lambda name=name: os.environ.get(name, UNSET))() for name in names}
+    return {name: _in_effect(name) if comparable(name) else os.environ.get(name, UNSET) for name in names}
 
 
 def comparable(name: str) -> bool:
     """Whether `effective` reads the variable where it takes effect: equal values then mean an equal effect."""
-    return name in _READERS
+    return name in (*_ALLOCATOR, "ATEN_CPU_CAPABILITY", "CUDA_LAUNCH_BLOCKING", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+
+
+def _in_effect(name: str) -> str:
+    import torch
+
+    match name:
+        case "ATEN_CPU_CAPABILITY":
+            return torch.backends.cpu.get_cpu_capability()
+        case "CUDA_LAUNCH_BLOCKING":
+            return _launches()
+        case "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE":
+            return f"torch.backends.cuda.matmul.allow_tf32={torch.backends.cuda.matmul.allow_tf32}"
+    return _allocator()
 
 
 def _allocator() -> str:
@@ -91,23 +104,3 @@ def _launches() -> str:
     seconds_to_launch()  # loads the kernel
     launch, whole = seconds_to_launch()
     return "blocking" if launch > whole / 2 else "asynchronous"
-
-
-def _vector_instructions() -> str:
-    import torch
-
-    return torch.backends.cpu.get_cpu_capability()
-
-
-def _tf32() -> str:
-    import torch
-
-    return f"torch.backends.cuda.matmul.allow_tf32={torch.backends.cuda.matmul.allow_tf32}"
-
-
-_READERS: Mapping[str, Callable[[], str]] = {
-    **dict.fromkeys(_ALLOCATOR, _allocator),
-    "ATEN_CPU_CAPABILITY": _vector_instructions,
-    "CUDA_LAUNCH_BLOCKING": _launches,
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": _tf32,
-}

@@ -46,14 +46,9 @@ class Child:
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir()
         self._offsets = {"stdout": 0, "stderr": 0}
-        variables = _search_path(self.folder, another=python is not None)
-        variables |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary)}
-        variables |= compiler_cache.folders(self.folder)
-        for name, value in (env or {}).items():
-            if value is None:
-                variables.pop(name, None)
-            else:
-                variables[name] = value
+        variables = _search_path(self.folder, another=python is not None) | compiler_cache.folders(self.folder)
+        variables |= {"PYTHONUNBUFFERED": "1", "TMPDIR": str(self.temporary), **(env or {})}
+        variables = {name: value for name, value in variables.items() if value is not None}
         reading, writing = os.pipe()
         try:
             with open(self.folder / "stdout", "wb") as out, open(self.folder / "stderr", "wb") as err:
@@ -126,7 +121,10 @@ class Child:
             Its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
-            tree = [*self.tree(), *self._orphans()]
+            # Daemons of a process that has died are in no tree, but have its folder of temporary files.
+            own = {"TMPDIR": str(self.temporary)}.items()
+            daemons = [p for p in psutil.process_iter(["environ"]) if own <= (p.info["environ"] or {}).items()]
+            tree = [*self.tree(), *daemons]
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             for process in tree:
@@ -138,11 +136,6 @@ class Child:
             while any(map(_runs, tree)) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
-
-    def _orphans(self) -> list[psutil.Process]:
-        """Processes that have its folder of temporary files: daemons of a process that has died are in no tree."""
-        own = {"TMPDIR": str(self.temporary)}.items()
-        return [p for p in psutil.process_iter(["environ"]) if own <= (p.info["environ"] or {}).items()]
 
     def discard(self) -> None:
         """Kill the process, close its pipes and remove its files. The handle cannot be used afterwards."""
@@ -162,7 +155,7 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _search_path(folder: Path, *, another: bool) -> dict[str, str]:
+def _search_path(folder: Path, *, another: bool) -> dict[str, str | None]:
     """This process's environment, in which a child imports these sources.
 
     Args:
@@ -170,14 +163,13 @@ def _search_path(folder: Path, *, another: bool) -> dict[str, str]:
         another: whether it has another interpreter, which must find none of this one's packages. These sources may lie
             among them, so its search path is a folder of links to them alone, without the working directory.
     """
-    variables = dict(os.environ)
+    variables: dict[str, str | None] = dict(os.environ)
     if another:
         links = folder / "sources"
         links.mkdir()
         for package in _PACKAGES:
             (links / package).symlink_to(SOURCES / package)
-        variables.pop("PYTHONHOME", None)
-        return variables | {"PYTHONPATH": str(links), "PYTHONSAFEPATH": "1"}
+        return variables | {"PYTHONHOME": None, "PYTHONPATH": str(links), "PYTHONSAFEPATH": "1"}
     if SOURCES.name not in ("site-packages", "dist-packages"):  # which must not precede the standard library
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), variables.get("PYTHONPATH")]))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
     return variables

@@ -7,7 +7,6 @@ choice below /tmp can be made first by another user, whose code would run.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import tempfile
@@ -35,17 +34,13 @@ def folders(fallback: Path) -> dict[str, str]:
     Args:
         fallback: a folder for where neither can be written.
     """
-    root = next(filter(_usable, _candidates()), fallback)
-    return {name: os.environ.get(name) or str(root / folder) for name, folder in VARIABLES.items()}
-
-
-def _candidates() -> list[Path]:
-    here = Path(tempfile.gettempdir()) / f"nsa-bench-{os.geteuid()}"
+    candidates = [Path(tempfile.gettempdir()) / f"nsa-bench-{os.geteuid()}"]
     with contextlib.suppress(RuntimeError):  # of a container's user without a home
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         if network_file_system(home) is None:
-            return [home / "nsa-bench", here]
-    return [here]
+            candidates.insert(0, home / "nsa-bench")
+    root = next(filter(_usable, candidates), fallback)
+    return {name: os.environ.get(name) or str(root / folder) for name, folder in VARIABLES.items()}
 
 
 def _usable(folder: Path) -> bool:
@@ -56,16 +51,3 @@ def _usable(folder: Path) -> bool:
         own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
         return own and os.access(folder, os.W_OK)  # a home may be mounted read-only
     return False
-
-
-def lost_file(err: BaseException) -> str | None:
-    """Fix for an exception of a cache on a network file system; None for any other."""
-    cause: BaseException | None = err
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.EBUSY, errno.ESTALE):
-            caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
-            return (
-                f"{cause}: several processes share a folder of a network file system; if {caches} is on one, unset it"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return None

@@ -1,6 +1,5 @@
 """The messages between a process and the one that started it: plain dataclasses, one line of JSON each.
 
-    (start)       -> Ready
     Probe         -> ProbedMachine or Failure
     MeasurePoint  -> Environment, any number of Beat, Samples, RanksStarted, Warned and Note, then Measured or Failure
     Explain       -> Explanation, also while a point is measured
@@ -71,13 +70,6 @@ class MeasurePoint:
 @dataclass(frozen=True)
 class Explain:
     """Write files that explain what a point does, and why it stalls."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The first event: the process takes commands."""
-
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Measured:
 class Failure:
     """The command failed in the process, which is still alive."""
 
-    state: PointState  # OOM, ERROR, LOST, or CANCELLED for a point that was asked to end and can go on
+    state: PointState  # OOM, ERROR, or CANCELLED for a point that was asked to end and can go on
     reason: str  # one line
     files: tuple[File, ...] = ()  # what explains it
 
@@ -204,14 +196,10 @@ class RankFailure:
 
 Command = Probe | MeasurePoint | Explain
 RankEvent = Beat | Samples | Warned | Note | RankProcess | RankFailure
-Event = RankEvent | Ready | Environment | RanksStarted | ProbedMachine | Measured | Failure | Explanation
+Event = RankEvent | Environment | RanksStarted | ProbedMachine | Measured | Failure | Explanation
 Message = Command | Event
 
 _TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
-
-
-class MessageError(ValueError):
-    """A line that is not a message."""
 
 
 def encode(message: Message) -> bytes:
@@ -221,15 +209,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message in a line. Raises MessageError."""
+    """The message in a line. Raises ValueError."""
     try:
         name, fields = json.loads(line)
         return _reader(name).validate_python(fields)
     except ValidationError as err:
         first = err.errors()[0]
-        raise MessageError(f"{err.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(f"{err.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (ValueError, TypeError, KeyError) as err:
-        raise MessageError(f"{reprlib.repr(line)}: {type(err).__name__}: {err}") from None
+        raise ValueError(f"{reprlib.repr(line)}: {type(err).__name__}: {err}") from None
 
 
 @cache
@@ -282,7 +270,7 @@ class Inbox:
         for line in lines:
             try:
                 messages.append(decode(line))
-            except MessageError as err:
+            except ValueError as err:
                 messages.append(Failure(PointState.ERROR, f"the process sent an unreadable message: {err}"))
         return messages
 

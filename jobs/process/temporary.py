@@ -16,7 +16,7 @@ from pathlib import Path
 
 POINT = "nsa-point-"
 RANK = "nsa-rank-"
-_YOUNG_S = 2.0
+_YOUNG_S = 2.0  # such a folder may be about to be locked
 
 
 class Folder:
@@ -46,25 +46,16 @@ class Folder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose processes have ended."""
-    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for entry in entries:
-            if entry.name.startswith((POINT, RANK)) and _abandoned(entry):
-                shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _abandoned(entry: os.DirEntry[str]) -> bool:
-    """Whether a folder is this user's and not locked; a young one may be about to be."""
-    try:
-        status = entry.stat(follow_symlinks=False)
-        young = time.time() - status.st_mtime < _YOUNG_S
-        if not entry.is_dir(follow_symlinks=False) or status.st_uid != os.geteuid() or young:
-            return False
-        lock = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(lock)
-    except OSError:
-        return False
-    return True
+    """Remove this user's folders whose processes have ended: those that are not locked."""
+    for prefix in (POINT, RANK):
+        for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _YOUNG_S:
+                    continue
+                lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                finally:
+                    os.close(lock)
+                shutil.rmtree(path, ignore_errors=True)

@@ -22,8 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from jobs.process import stacks
-from jobs.process.compiler_cache import lost_file
-from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, Ready, decode
+from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, decode
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import Interrupted
 from jobs.schema.states import PointState
@@ -57,7 +56,6 @@ def main(argv: list[str]) -> None:
     stacks.offer()  # for where py-spy may not attach
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()
-    channel.send(Ready(os.getpid()))
     module, _, name = argv[2].partition(":")
     answer: Callable[[Command, Channel], Event] = getattr(importlib.import_module(module), name)
     while True:
@@ -67,7 +65,12 @@ def main(argv: list[str]) -> None:
         except Exception as err:
             event = failure(err)
         channel.send(event)
-        _release_memory()
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():  # release memory before a warm process's next point
+            with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this process
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
 
 
 def end_with_parent() -> None:
@@ -113,13 +116,10 @@ def _read(commands: queue.SimpleQueue[Command], channel: Channel) -> None:
 
 def failure(err: Exception) -> Failure:
     """An exception as a Failure: its traceback and CUDA's memory are files."""
+    state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
     if isinstance(err, Interrupted):
         state = PointState.CANCELLED
-    else:
-        state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
     text = str(err).strip().split("\n")[0]  # its file has the whole text
-    if fix := lost_file(err):
-        state, text = PointState.LOST, fix  # handed out again
     reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err))}
@@ -158,16 +158,6 @@ def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]
         except OSError as err:
             written.append(File(name, "", f"its text could not be written: {err}"))
     return tuple(written)
-
-
-def _release_memory() -> None:
-    """Release memory before a warm process's next point."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this process
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

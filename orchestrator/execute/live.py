@@ -77,13 +77,14 @@ class LiveSeries:
 
 
 class Pace:
-    """Progress of a point, and its steps per wall-clock second, interruptions included.
+    """Progress of a point, and its steps per wall-clock second over the last minute, interruptions included.
 
     A checkpoint reports the progress of the longest phase that it interrupts.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Count] = {}  # by phase
+        self._phases: dict[str, tuple[int, int]] = {}  # steps done, and in all
+        self._seen: dict[str, deque[tuple[float, int]]] = {}  # by phase: time and steps done then, about sixty
 
     def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
         """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.
@@ -91,38 +92,17 @@ class Pace:
         Returns steps done and in all, and steps a second; None where that is unknown.
         """
         clock = time.monotonic()
-        interrupted = [count for count in self._counts.values() if count.done + 1 < count.total]
+        interrupted = [name for name, (steps, all_) in self._phases.items() if steps + 1 < all_]
         if interrupted and phase == CHECKPOINT:
-            count = max(interrupted, key=lambda count: count.total)
-            return count.done, count.total, count.rate(clock)
-        if phase not in self._counts or done < self._counts[phase].done:  # it begins, or anew
-            self._counts[phase] = _Count(clock)
-        count = self._counts[phase]
-        count.note(clock, done, total)
-        return done, total, count.rate(clock)
-
-
-class _Count:
-    """Steps of a phase over the last minute, or the later half of the phase if that is longer."""
-
-    def __init__(self, clock: float) -> None:
-        self.done = self.total = 0
-        self._begun = clock
-        self._seen: deque[tuple[float, int]] = deque()  # time and steps done then, about sixty
-        self._compiled = False
-
-    def note(self, clock: float, done: int, total: int) -> None:
-        self.done, self.total = done, total
-        window = max(_PACE_WINDOW_S, (clock - self._begun) / 2)
-        if not self._seen or clock - self._seen[-1][0] >= _PACE_STEP_S * window / _PACE_WINDOW_S:
-            self._seen.append((clock, done))
-        if len(self._seen) == 3 and not self._compiled:  # the first steps include compilation
-            self._seen.popleft()
-            self._compiled = True
-        while len(self._seen) > 2 and clock - self._seen[0][0] > window:
-            self._seen.popleft()
-
-    def rate(self, clock: float) -> float | None:
-        """Steps a second until now; None where it is unknown."""
-        seconds, steps = clock - self._seen[0][0], self.done - self._seen[0][1]
-        return steps / seconds if steps and seconds >= _PACE_STEP_S else None
+            phase = max(interrupted, key=lambda name: self._phases[name][1])
+            done, total = self._phases[phase]
+        elif phase not in self._phases or done < self._phases[phase][0]:  # it begins, or anew
+            self._seen[phase] = deque()
+        self._phases[phase] = done, total
+        seen = self._seen[phase]
+        if not seen or clock - seen[-1][0] >= _PACE_STEP_S:
+            seen.append((clock, done))
+        while len(seen) > 2 and clock - seen[0][0] > _PACE_WINDOW_S:
+            seen.popleft()
+        seconds, steps = clock - seen[0][0], done - seen[0][1]
+        return done, total, steps / seconds if steps and seconds >= _PACE_STEP_S else None

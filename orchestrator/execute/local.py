@@ -37,12 +37,10 @@ class LocalExecutor:
         self._grace_s = 0.0
         self._threads: list[threading.Thread] = []
         resources, errors = spec.resources, []
-        if resources.num_cpus > self._cpus:
-            problem = f"this machine has {self._cpus} CPU cores; ask for fewer"
-            errors.append(f"resources.num_cpus: {resources.num_cpus:g}: {problem}")
-        if resources.num_gpus and resources.num_gpus > len(self._gpus):
-            problem = f"this machine has {len(self._gpus)} GPUs; ask for fewer"
-            errors.append(f"resources.num_gpus: {resources.num_gpus:g}: {problem}")
+        amounts = (("num_cpus", self._cpus, "CPU cores"), ("num_gpus", len(self._gpus), "GPUs"))
+        for name, available, what in amounts:
+            if (wanted := getattr(resources, name) or 0) > available:
+                errors.append(f"resources.{name}: {wanted:g}: this machine has {available} {what}; ask for fewer")
         if resources.accelerator_type:
             problem = "--local uses the machine at hand; remove it"
             errors.append(f"resources.accelerator_type: {resources.accelerator_type!r}: {problem}")

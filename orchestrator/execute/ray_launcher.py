@@ -86,13 +86,32 @@ class RayLauncher:
         """
         with driver(self._cluster, stop):
             import ray
+            from ray.util import placement_group_table
 
-            mailbox = actor(Mailbox, ray.get_runtime_context().get_node_id()).remote()
+            context = ray.get_runtime_context()
+            mailbox, job = actor(Mailbox, context.get_node_id()).remote(), context.get_job_id()
             command, progress = self._command, RankProgress(ranks)
             work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
             fit = BackgroundCall(_trainer(ranks, work, self._cluster).fit)
+            stop_sent, looked, running = False, 0.0, True
             try:
-                self._follow(fit, progress, mailbox, stop, note, tell)
+                while running:
+                    running = not fit.done()  # asked before reading: the last messages are read, too
+                    self._receive(mailbox, _POLL_S if running else 0.0, progress, note)
+                    if len(progress.placed) == ranks and not self.agents.actors:
+                        self.agents.begin(progress.placed, self._cluster.cpus)
+                    self.agents.read()
+                    if stop.is_set() and not progress.placed:
+                        raise RanksEnded({}, {})
+                    if stop.is_set() and not stop_sent:
+                        stop_sent = True
+                        mailbox.stop.remote()
+                    if not progress.placed and time.monotonic() - looked > _WAITING_S:
+                        looked = time.monotonic()
+                        groups: Mapping[str, Mapping[str, Any]] = placement_group_table()
+                        mine = [group for name, group in groups.items() if name.endswith(job)]  # ends with the driver's
+                        if any(group["state"] == "PENDING" for group in mine):
+                            tell("room on the cluster")
             finally:
                 silent = self.agents.end()
             if len(progress.results) == ranks:
@@ -114,52 +133,28 @@ class RayLauncher:
         files = {**measurement.files, "telemetry.txt": summary.text}
         return replace(measurement, metrics=measurement.metrics + added, files=files)
 
-    def _follow(
-        self,
-        fit: BackgroundCall[Any],
-        progress: RankProgress,
-        mailbox: Any,
-        stop: threading.Event,
-        note: Callable[[Any], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        """Receive the ranks' messages until Ray Train has ended; pass the stop request on. Raises RanksEnded."""
+    def _receive(self, mailbox: Any, timeout: float, progress: RankProgress, note: Callable[[Any], None]) -> None:
+        """Take the ranks' new messages; waits up to `timeout` seconds for the first. Raises RanksEnded."""
         import ray
         from ray.exceptions import RayError
 
-        stop_sent, looked = False, 0.0
-        running = True
-        while running:
-            running = not fit.done()  # asked before reading: the last messages are read, too
-            try:
-                messages = ray.get(mailbox.receive.remote(_POLL_S if running else 0.0))
-            except RayError as err:  # with its actor the messages are lost, not the training
-                died = dict.fromkeys(progress.placed, f"lost its mailbox: {in_brief(err)}")
-                raise RanksEnded(died, progress.tails) from None
-            for message in map(pickle.loads, messages):
-                match message:
-                    case Placed(rank=number):
-                        progress.placed[number] = message
-                        if message.environment:
-                            self._send(Environment(message.environment))
-                    case Returned(rank=number, result=result):
-                        progress.results[number] = result
-                    case Raised(rank=number, tail=tail):
-                        progress.tails[number] = tail
-                    case _:
-                        note(message)
-            if len(progress.placed) == progress.ranks and not self.agents.actors:
-                self.agents.begin(progress.placed, self._cluster.cpus)
-            self.agents.read()
-            if stop.is_set() and not progress.placed:
-                raise RanksEnded({}, {})
-            if stop.is_set() and not stop_sent:
-                stop_sent = True
-                mailbox.stop.remote()
-            if not progress.placed and time.monotonic() - looked > _WAITING_S:
-                looked = time.monotonic()
-                if _waits_for_room():
-                    tell("room on the cluster")
+        try:
+            messages = ray.get(mailbox.receive.remote(timeout))
+        except RayError as err:  # with its actor the messages are lost, not the training
+            died = dict.fromkeys(progress.placed, f"lost its mailbox: {in_brief(err)}")
+            raise RanksEnded(died, progress.tails) from None
+        for message in map(pickle.loads, messages):
+            match message:
+                case Placed(rank=number):
+                    progress.placed[number] = message
+                    if message.environment:
+                        self._send(Environment(message.environment))
+                case Returned(rank=number, result=result):
+                    progress.results[number] = result
+                case Raised(rank=number, tail=tail):
+                    progress.tails[number] = tail
+                case _:
+                    note(message)
 
 
 class NodeAgents:
@@ -178,9 +173,9 @@ class NodeAgents:
         self.samples: list[Sample] = []
         self._send = send
         self._questions: list[Any] = []  # without an answer yet
+        self._number = 0  # of the reading that they ask for, through all starts of the ranks
         self._begun: float | None = None  # when ranks were first watched
-        self._read = 0.0
-        self._last = -1  # number of the last reading
+        self._asked = 0.0
 
     def begin(self, placed: Mapping[int, Placed], cores: float) -> None:
         """Sample ranks, each of which has a number of processor cores."""
@@ -188,35 +183,29 @@ class NodeAgents:
         for number in sorted(placed):
             nodes.setdefault(placed[number].node, []).append(placed[number])
         self._begun = time.monotonic() if self._begun is None else self._begun
-        self.actors = {node: actor(NodeAgent, node).remote(here, cores, self._last) for node, here in nodes.items()}
+        self.actors = {node: actor(NodeAgent, node).remote(here, cores) for node, here in nodes.items()}
 
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks and their flight recorders, now: text by file name. May be called by another thread."""
-        files: dict[str, str] = {}
         questions = {node: agent.explain.remote() for node, agent in self.actors.items()}
-        for answer in answers(questions, EXPLAIN_S).values():
-            files |= answer
-        return files
+        return {name: text for files in answers(questions, EXPLAIN_S).values() for name, text in files.items()}
 
     def read(self) -> None:
         """Ask for readings if it is time, and send those that were answered; waits for nothing."""
         import ray
         from ray.exceptions import RayError
 
-        clock = time.monotonic()
-        if not self._questions:
-            if self._begun is not None and clock - self._read >= interval(clock - self._begun):
-                self._read = clock
-                self._questions = [agent.readings.remote() for agent in self.actors.values()]
-            return
-        answered, self._questions = ray.wait(self._questions, num_returns=len(self._questions), timeout=0)
-        for answer in answered:
-            with contextlib.suppress(RayError):  # a node went away
-                for reading in ray.get(answer):
-                    self._last = max(self._last, reading.number)
-                    values = {quantity.name: value for quantity, value in reading.values.items()}
-                    units = {quantity.name: quantity.unit for quantity in reading.values}
-                    self._send(Samples(reading.rank, reading.number, reading.at, values, units))
+        if self._questions:
+            answered, self._questions = ray.wait(self._questions, num_returns=len(self._questions), timeout=0)
+            for answer in answered:
+                with contextlib.suppress(RayError):  # a node went away
+                    for reading in ray.get(answer):
+                        values = {quantity.name: value for quantity, value in reading.values.items()}
+                        units = {quantity.name: quantity.unit for quantity in reading.values}
+                        self._send(Samples(reading.rank, self._number, reading.at, values, units))
+        elif self._begun is not None and (clock := time.monotonic()) - self._asked >= interval(clock - self._begun):
+            self._asked, self._number = clock, self._number + 1
+            self._questions = [agent.readings.remote() for agent in self.actors.values()]
 
     def end(self) -> set[str]:
         """Collect the samples of ranks that have ended. Returns the nodes that do not answer."""
@@ -344,14 +333,12 @@ def answers(questions: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     import ray
     from ray.exceptions import RayError
 
-    if not questions:
-        return {}
     answered: dict[str, Any] = {}
-    in_time = set(ray.wait([*questions.values()], num_returns=len(questions), timeout=timeout)[0])
+    if questions:
+        ray.wait([*questions.values()], num_returns=len(questions), timeout=timeout)
     for node, question in questions.items():
-        with contextlib.suppress(RayError):
-            if question in in_time:
-                answered[node] = ray.get(question)
+        with contextlib.suppress(RayError):  # also that there is no answer yet
+            answered[node] = ray.get(question, timeout=0)
     return answered
 
 
@@ -365,13 +352,3 @@ def _lost(silent: Collection[str]) -> set[str]:
         if time.monotonic() >= deadline or living.isdisjoint(silent):
             return set(silent) - living
         time.sleep(_POLL_S)
-
-
-def _waits_for_room() -> bool:
-    """Whether a placement group of this driver, whose number ends the group's id, waits for resources."""
-    import ray
-    from ray.util import placement_group_table
-
-    job = ray.get_runtime_context().get_job_id()
-    groups: Mapping[str, Mapping[str, Any]] = placement_group_table()
-    return any(group["state"] == "PENDING" for name, group in groups.items() if name.endswith(job))

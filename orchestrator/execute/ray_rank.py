@@ -85,12 +85,10 @@ class NodeAgent:
     Args:
         ranks: the ranks of this node.
         cores: processor cores of each.
-        after: number of the last reading of the ranks that were started before.
     """
 
-    def __init__(self, ranks: Sequence[Placed], cores: float, after: int) -> None:
+    def __init__(self, ranks: Sequence[Placed], cores: float) -> None:
         self._ranks = ranks
-        self._after = after
         self._gpus = {placed.rank: Telemetry([placed.gpu]) for placed in ranks if placed.gpu is not None}
         self._usage = {p.rank: ProcessUsage([p.pid], cores) for p in ranks if p.gpu is None}
         for telemetry in self._gpus.values():
@@ -98,11 +96,8 @@ class NodeAgent:
 
     def readings(self) -> list[Reading]:
         """Readings of each rank's GPU, or on a CPU of its processes, since the last call."""
-        return [
-            replace(reading, rank=rank, number=self._after + 1 + reading.number)
-            for rank, meter in {**self._gpus, **self._usage}.items()
-            for reading in meter.readings()
-        ]
+        meters = {**self._gpus, **self._usage}
+        return [replace(reading, rank=rank) for rank, meter in meters.items() for reading in meter.readings()]
 
     def samples(self) -> list[Sample]:
         """All samples of the GPUs, which are named by host and NVML's id. Ends the sampling."""
@@ -113,15 +108,11 @@ class NodeAgent:
     def explain(self) -> dict[str, str]:
         """Stacks of the ranks, and what they have written themselves: text by file name."""
         files: dict[str, str] = {}
-        living: list[tuple[Placed, psutil.Process]] = []
         for placed in self._ranks:
-            for path in Path(placed.folder).glob("*.json"):
-                files[path.name] = path.read_text(errors="replace")
+            files |= {path.name: path.read_text(errors="replace") for path in Path(placed.folder).glob("*.json")}
             shutil.rmtree(placed.folder, ignore_errors=True)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                living.append((placed, psutil.Process(placed.pid)))
-        processes = [process for _, process in living]
-        for (placed, _), text in zip(living, stacks.dumps(processes), strict=True):
+        living = [placed for placed in self._ranks if psutil.pid_exists(placed.pid)]
+        for placed, text in zip(living, stacks.dumps([psutil.Process(p.pid) for p in living]), strict=True):
             files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{text}"
         return files
 
@@ -225,12 +216,11 @@ class Post:
 
 def _device(kind: Device) -> tuple[str, str | None]:
     """PyTorch's name of the rank's device, and NVML's id of its GPU."""
+    if kind == "cpu":
+        return "cpu", None
     import ray.train.torch
     import torch
 
-    if kind == "cpu":
-        return "cpu", None
-    device = ray.train.torch.get_device()
-    assert isinstance(device, torch.device)
+    device: Any = ray.train.torch.get_device()
     torch.cuda.set_device(device)
     return str(device), nvml.visible_gpus()[torch.cuda.current_device()]

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 
 from jobs.hardware.process_usage import ProcessUsage
 from jobs.hardware.telemetry import Telemetry
-from jobs.process import post_mortem, stacks, temporary
+from jobs.process import post_mortem, stacks
 from jobs.process.child import Child
 from jobs.process.messages import (
     Beat,
@@ -86,7 +85,8 @@ def supervise(
             try:
                 child = slot.child(assignment.point)
             except OSError as err:
-                yield _not_started(assignment, err)
+                reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
+                yield _outcome(assignment, PointState.ERROR, reason)
                 continue
             with ArtifactCopies(assignment, conditions.store) as copies:
                 attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
@@ -173,7 +173,6 @@ class _Attempt:
         here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
         self._live = LiveSeries(assignment, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry)
         self._pace = Pace()
-        self._progress: Progress | None = None  # the latest, if it was not sent
         self._filter = BeatFilter(_PROGRESS_INTERVAL_S)
         self._environment: dict[str, Any] = {}
         self._started_at = now()
@@ -190,9 +189,6 @@ class _Attempt:
                 events, ended = self._watch.step()
                 for event in events:
                     yield from self._take(event)
-                if self._progress is not None and self._filter.passes(self._progress.phase):
-                    yield self._progress
-                    self._progress = None
                 yield from self._copies.records()
                 if (piece := self._live.due()) is not None:
                     yield piece
@@ -238,9 +234,9 @@ class _Attempt:
         match event:
             case Beat(phase, done, total):
                 done, total, rate = self._pace.note(phase, done, total)
-                self._progress = Progress(
-                    **self._assignment.ids, at=now(), phase=phase, done=done, total=total, rate=rate
-                )
+                if self._filter.passes(phase):
+                    ids = self._assignment.ids
+                    yield Progress(**ids, at=now(), phase=phase, done=done, total=total, rate=rate)
             case Samples():
                 self._live.take(event)
             case RanksStarted(pids):
@@ -294,15 +290,6 @@ class _Attempt:
 
 def _source(file: File) -> Source:
     return Source(file.name, Path(file.path), file.start, file.stop, file.problem)
-
-
-def _not_started(assignment: Assignment, err: OSError) -> OutcomeRecord:
-    """End of a point whose process could not be started: lost, so measured again, where the disk had no room for it."""
-    if temporary.POINT in str(err.filename):  # in the process's folder: the host's disk, not the interpreter
-        reason = f"TMPDIR: {tempfile.gettempdir()!r}: no room for the point's files there ({err.strerror}); make room"
-        return _outcome(assignment, PointState.LOST, reason)
-    reason = f"python: {assignment.point.python or sys.executable!r}: cannot be started ({err})"
-    return _outcome(assignment, PointState.ERROR, reason)
 
 
 def _outcome(

@@ -60,16 +60,29 @@ def collect(spec: JobSpec, spec_file: Path | None = None) -> Upload:
     """
     here = Path.cwd()
     files = dict(sources()) if installation() is Installation.CHECKOUT else {}
+
+    def add(field: str, name: str, source: Path) -> None:
+        other = files.setdefault(name, source)
+        if other is not source and not other.samefile(source):
+            fix = "move it to a folder of another name"
+            raise UserError(f"{field}: {name!r}: would replace {other} of the package; {fix}")
+
     name = None
     if spec_file is not None:
         inside = Path(os.path.relpath(spec_file, here))
-        name = _add(files, "spec", spec_file.name if ".." in inside.parts else inside.as_posix(), here / spec_file)
+        name = spec_file.name if ".." in inside.parts else inside.as_posix()
+        add("spec", name, here / spec_file)
     for field, path in spec.paths().items():
-        if path.is_absolute():
-            continue
-        for source in _named(field, path, here):
-            _add(files, field, source.as_posix(), here / source)
-    _check_size(files, here)
+        for source in () if path.is_absolute() else _named(field, path, here):
+            add(field, source.as_posix(), here / source)
+    sizes = {name: source.stat().st_size for name, source in files.items()}
+    if (total := sum(sizes.values())) > LIMIT:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise UserError(
+            f"upload: {total / 2**20:.0f} MiB in {len(files)} files from {here}, the largest {largest!r}: "
+            f"at most {LIMIT // 2**20} MiB are sent with a job; put large data on storage that all workers share, and "
+            "give its absolute path in the spec"
+        )
     return Upload(files, name)
 
 
@@ -91,10 +104,14 @@ def _named(field: str, path: Path, here: Path) -> list[Path]:
     def refuse(err: OSError) -> None:
         raise UserError(f"{field}: {err.filename!r}: cannot be read ({err.strerror}); make it readable")
 
-    found = [path] if not path.is_dir() else []
-    for folder, folders, names in os.walk(path, onerror=refuse) if path.is_dir() else ():
+    found = [path]
+    if path.is_dir():
         # os.walk does not follow links to folders, which may lead in a circle: below, they are refused.
-        found += [Path(folder, name) for name in (*names, *(f for f in folders if os.path.islink(f"{folder}/{f}")))]
+        found = [
+            Path(folder, name)
+            for folder, folders, names in os.walk(path, onerror=refuse)
+            for name in (*names, *(f for f in folders if os.path.islink(f"{folder}/{f}")))
+        ]
     sendable = []
     for file in sorted(found):
         real = Path(os.path.realpath(file))
@@ -118,22 +135,3 @@ def problem(path: Path) -> str | None:
     except UnicodeEncodeError:
         return "its name is not UTF-8"
     return None if path.is_file() or path.is_dir() else "is neither a file nor a folder"
-
-
-def _add(files: dict[str, Path], field: str, name: str, source: Path) -> str:
-    """Add a file under a name and return the name. Raises UserError if there is another one of the name."""
-    other = files.setdefault(name, source)
-    if other is not source and not other.samefile(source):
-        raise UserError(f"{field}: {name!r}: would replace {other} of the package; move it to a folder of another name")
-    return name
-
-
-def _check_size(files: Mapping[str, Path], here: Path) -> None:
-    sizes = {name: source.stat().st_size for name, source in files.items()}
-    if (total := sum(sizes.values())) > LIMIT:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise UserError(
-            f"upload: {total / 2**20:.0f} MiB in {len(files)} files from {here}, the largest {largest!r}: "
-            f"at most {LIMIT // 2**20} MiB are sent with a job; put large data on storage that all workers share, and "
-            "give its absolute path in the spec"
-        )

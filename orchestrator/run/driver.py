@@ -13,7 +13,6 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 
 from jobs.hardware.machine import probe
 from jobs.process.compiler_cache import network_file_system
@@ -30,7 +29,7 @@ from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.report import summary
 from orchestrator.run import plan, resume
-from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal, store_refused
+from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
 from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.scheduler import Scheduler
@@ -47,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal.prepare()
     order = None
     try:
-        provenance.check_variables()
         order = read_order(argv)
         if not order.dry_run:
             with _signals() as stop:
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILURE
     except (UserError, SpecError, StoreError) as err:
         terminal.complain(err)
-        if order is None:
+        if order is None or isinstance(err, _RefusedError):
             record_refusal(argv, err)
         return BAD_INPUT
     except ExecutorGone as gone:  # before the first point; later it is the run's state
@@ -77,6 +75,10 @@ def check(argv: Sequence[str]) -> None:
         _checked(order.spec, order.spec.all_points(dict.fromkeys(order.spec.python, probe("cpu"))))
 
 
+class _RefusedError(UserError):
+    """A resume that may not begin: nothing was written of it."""
+
+
 def _run(order: Order, stop: _Stop) -> int:
     job = provenance.submission_id()
     executor = None if job else _executor(order)
@@ -84,34 +86,17 @@ def _run(order: Order, stop: _Stop) -> int:
         if problem := database_problem(order.settings):
             terminal.warn(f"warning: {problem}")
         store = stack.enter_context(Store.open(order.settings.database))
-        journal = history = recorder = None
-        if order.resumed:
-            # Before the probe, which may wait long, even for another driver of the run: what the journal says must
-            # still hold when we write to it. The lease guards a run whose journal was copied to another host.
-            try:
-                journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
-                store.take_lease(order.run_id)
-                resume.check_complete(store, history)
-            except UserError as err:
-                if job and not isinstance(
-                    err, StoreUnavailable
-                ):  # a run of its own: the other may be measured just now
-                    apart = replace(order, run_id=plan.new_run_id(order.spec.name), resumed=False)
-                    with suppress(StoreError):
-                        store_refused(store, _run_record(apart), err)
-                raise
+        # Before the probe, which may wait long, even for another driver of the run: what the journal says must still
+        # hold when we write to it.
+        journal, history = _resumed(order, store, stack) if order.resumed else (None, None)
 
         def record() -> Recorder:
             book = journal or stack.enter_context(Journal(order.folder / NAME))
             return stack.enter_context(Recorder(order.run_id, book, store, terminal.warn))
 
         run = _run_record(order, resumed=history.run.resumed + 1 if history else 0)
-        if job or order.resumed:  # another run makes no file before the probe
-            recorder = record()
-        # A job is shown as pending while it waits for its cluster. Where nothing is left to measure, the run stays as
-        # it ended while its resume waits, and where that is killed.
-        pending = job and not (history and plan.nothing_left(history, again=order.retry_failed))
-        if recorder and pending:
+        recorder = record() if job or order.resumed else None  # another run makes no file before the probe
+        if recorder and job:  # it is shown as pending while it waits for its cluster
             recorder.write([run.model_copy(update={"state": RunState.PENDING})])
         try:
             executor = executor or _executor(order)
@@ -123,13 +108,26 @@ def _run(order: Order, stop: _Stop) -> int:
 
             todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
         except BaseException as err:
-            if recorder and pending:
+            if recorder and job:
                 recorder.write(never_began(run, err))
                 for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S):
                     terminal.warn(f"warning: {line}")
             raise
         stop.begin_measuring()
         return _measure(order, executor, store, recorder or record(), machines[order.spec.python[0]], todo, stop)
+
+
+def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, plan.History]:
+    """The journal of the run that is resumed, locked, and what it says; the lease guards one on another host."""
+    try:
+        journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
+        store.take_lease(order.run_id)
+        resume.check_complete(store, history)
+    except StoreUnavailable:
+        raise
+    except UserError as err:  # another driver may be measuring the run just now
+        raise _RefusedError(str(err)) from None
+    return journal, history
 
 
 def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
@@ -174,8 +172,6 @@ def _measure(
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         notes = recorder.close(stopped=lambda: stop.reason)
-    if todo.outlived and not all(ended.settles for ended in scheduler.states):
-        notes.append("of them, points that had ended before keep that outcome until they are measured again")
     _close(order, state, scheduler.states + todo.settled, store if recorder.stored else None, notes)
     if state is RunState.CANCELLED:
         return CANCELLED
@@ -223,8 +219,6 @@ def _announce(order: Order, machine: Machine, todo: plan.Plan, slots: int, watch
     where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
     settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
     watching.tell(f"run {order.run_id}: {where}" + (f"; settled: {settled}" if settled else ""))
-    if todo.outlived:
-        watching.tell(f"earlier outcomes count until there are new ones: {todo.outlived} points")
     watching.tell(f"results: {hide_password(order.settings.database)}; journal and artifacts: {order.folder}")
     if order.settings.artifact_store:
         watching.tell(f"artifact store: {order.settings.artifact_store_url}")

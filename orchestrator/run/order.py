@@ -12,16 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jobs.hardware.machine import probe
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.schema.states import RunState
-from jobs.specs.kinds import kinds
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import JobSpec, SpecError
-from jobs.specs.yaml_text import YamlError, read_mapping
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
@@ -104,7 +102,11 @@ def read_order(argv: Sequence[str] | None) -> Order:
         _check_uploaded(spec)
     if settings and args.resume:
         with noting():
-            spec = _spec_of(args.resume, resume.begun(args.resume, settings.artifacts_dir), spec)
+            begun = resume.begun(args.resume, settings.artifacts_dir)
+            if spec is not None and provenance.spec_hash(spec) != begun.spec_hash:
+                fix = "leave SPEC out, or start a new run"
+                raise UserError(f"--resume: {args.resume!r}: its spec differs from the one given; {fix}")
+            spec = spec or parse_spec(begun.spec)
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
     return Order(
@@ -185,69 +187,36 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _spec_of(run_id: str, begun: RunRecord, given: JobSpec | None) -> JobSpec:
-    """The spec of a run to be resumed; a given spec must be the same. Raises UserError."""
-    if given is None:
-        return parse_spec(begun.spec)
-    if provenance.spec_hash(given) != begun.spec_hash:
-        raise UserError(
-            f"--resume: {run_id!r}: its spec differs from the one given; leave SPEC out, or start a new run"
-        )
-    return given
-
-
 def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:
-    """Store that this process's Ray job was refused. Nothing happens outside of a job, for a dry run, and where the
-    database cannot be used: the error is in the job's log in any case."""
+    """Store that this process's Ray job was refused, as a failed run of its own, without a spec and a journal.
+
+    Nothing happens outside of a job, for a dry run, and where the database cannot be used: the error is in the job's
+    log in any case.
+    """
     if provenance.submission_id() is None:
         return
-    spec = resumed = None
+    name = "job"
     with suppress(UserError):  # the arguments themselves are wrong
         args = parse_arguments(argv)
         if args.dry_run:
             return
-        spec, resumed = args.spec, args.resume
+        name = _ODD.sub("-", args.spec.stem[:_NAME_LENGTH]).lstrip("_.-") or name if args.spec else "resume"
     with suppress(UserError):  # wrong settings, a database that is away
         settings = load_settings()
+        nothing = {"spec": {}, "spec_hash": "", "quantities": (), "code_hash": provenance.code_hash()}
+        git = provenance.GitState()
+        run = plan.run_record(plan.new_run_id(name), name, "unknown", settings, git, **nothing)
         with Store.open(settings.database) as store:
-            store_refused(store, _refused_run(settings, spec, resumed), err)
-
-
-def store_refused(store: Store, run: RunRecord, err: Exception) -> None:
-    """Store a job that was refused as a failed run of its own, which has no journal. Raises StoreError."""
-    store.apply_many([run.model_copy(update={"state": RunState.PENDING}), *never_began(run, err)])
+            store.apply_many([run.model_copy(update={"state": RunState.PENDING}), *never_began(run, err)])
 
 
 def never_began(run: RunRecord, err: BaseException) -> list[Record]:
     """The end of a run that failed before its first point, or was stopped."""
     failed = isinstance(err, Exception)
     reason = "\n".join(terminal.mistakes(err)) if failed else "stopped while it waited"
+    state = RunState.FAILED if failed else RunState.CANCELLED
     message = f"ended before its first point: {reason}"
     return [
         EventRecord(run_id=run.run_id, level="error" if failed else "info", message=message),
-        RunEndRecord(
-            run_id=run.run_id,
-            state=RunState.FAILED if failed else RunState.CANCELLED,
-            reason=reason,
-            resumed=run.resumed,
-        ),
+        RunEndRecord(run_id=run.run_id, state=state, reason=reason, resumed=run.resumed),
     ]
-
-
-def _refused_run(settings: Settings, spec: Path | None, resumed: str | None) -> RunRecord:
-    """A run of no valid spec: it has an empty one, which `--resume` refuses."""
-    content: dict[str, Any] = {}
-    with suppress(YamlError):
-        content = {} if spec is None else read_mapping(spec, "spec", "kind: scaling")
-    name, kind = content.get("name"), content.get("kind")
-    if not isinstance(name, str) or not name:
-        name = spec.stem if spec else "resume" if resumed else "job"
-    name = _ODD.sub("-", name[:_NAME_LENGTH]).lstrip("_.-") or "job"
-    kind = kind if isinstance(kind, str) and kind in kinds() else "unknown"
-    git = provenance.GitState()
-    with suppress(UserError):  # it may be what is refused
-        git = provenance.git_state()
-    nothing = {"spec": {}, "spec_hash": "", "quantities": ()}
-    return plan.run_record(
-        plan.new_run_id(name), name, kind, settings, git, code_hash=provenance.code_hash(), **nothing
-    )

@@ -35,30 +35,21 @@ class Plan:
     """The points of a run: those to measure, and those that need no measuring.
 
     A search's points are not known in advance: `after` plans what follows from a point's end.
-
-    Attributes:
-        records: to be journalled at the beginning.
-        assignments: the points to measure.
-        settled: number of points that need no measuring, by state.
-        labels: point id -> label, of all points.
-        outlived: number of points to measure whose earlier outcomes count until they have new ones.
-        failures: number of settled points that failed, without those whose failure answers a search.
     """
 
     def __init__(
         self, run: RunRecord, machines: Mapping[str | None, Machine], further: Further, old: History, *, again: bool
     ) -> None:
         self.run = run
-        self.records: list[Record] = [run]
+        self.records: list[Record] = [run]  # to be journalled at the beginning
         self.assignments: list[Assignment] = []
-        self.settled: Counter[PointState] = Counter()
-        self.labels: dict[str, str] = {}
-        self.outlived = self.failures = 0
+        self.settled: Counter[PointState] = Counter()  # number of points that need no measuring
+        self.labels: dict[str, str] = {}  # point id -> label, of all points
+        self.failures = 0  # settled points that failed, without those whose failure answers a search
         self._machines, self._further, self._old, self._again = machines, further, old, again
         self._ids = {point.label: point_id for point_id, point in old.points.items()}
         self._ended: list[EndedPoint] = []
-        self._changed = self._interrupted = 0
-        self._elsewhere = False
+        self._changed = 0  # points that had ended and are measured again
 
     def add(self, points: Sequence[Point]) -> None:
         """Plan points, and what follows from those that have ended."""
@@ -73,9 +64,8 @@ class Plan:
 
     def after(self, point: Point, outcome: OutcomeRecord) -> tuple[list[Record], list[Assignment]]:
         """Records and assignments of the points that follow from a point's end."""
-        self._ended.append(
-            EndedPoint(point, outcome.state, outcome.reason, {metric.name: metric.value for metric in outcome.metrics})
-        )
+        metrics = {metric.name: metric.value for metric in outcome.metrics}
+        self._ended.append(EndedPoint(point, outcome.state, outcome.reason, metrics))
         records, assignments = len(self.records), len(self.assignments)
         self.add(())
         return self.records[records:], self.assignments[assignments:]
@@ -90,27 +80,27 @@ class Plan:
         if before is None:
             self._begin(point_id, point, key, attempt=1)
             return
-        if _settled(before, point, self._again):
+
+        def end(attempt: int, state: PointState, reason: str) -> None:
+            ids: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}
+            self.records.append(OutcomeRecord(**ids, attempt=attempt, state=state, reason=reason))
+
+        settled = before.state is PointState.OK or (
+            before.state is PointState.SKIPPED and point.skip_reason is not None
+        )
+        if not self._again and before.again is None:  # nobody asked for more, not even in a resume that was interrupted
+            settled |= before.state in FAILED and before.state.settles
+        if settled:
             if before.key == key:
                 self._settle(point, before.state, before.reason, before.metrics)
                 if not before.latest.ended:  # it was planned for sources or a machine that are no more
                     reason = "not needed: the point has an outcome with the sources and on the machine of now"
-                    attempt = before.attempt + (before.latest is PointState.PENDING)
-                    self._end(point_id, attempt, PointState.CANCELLED, reason)
+                    end(before.attempt + (before.latest is PointState.PENDING), PointState.CANCELLED, reason)
                 return
-            if before.again is not None and before.again.key == key:  # a resume has said why
-                self._interrupted += 1
-            else:
-                self._changed += 1
-                self._elsewhere |= before.key != point.key(self._old.run.code_hash or "", self._machines[point.python])
+            self._changed += before.again is None or before.again.key != key  # else an interrupted resume has said why
         if before.latest is PointState.RUNNING:
-            self._end(point_id, before.attempt, PointState.LOST, "the run's driver ended before this attempt did")
-        self.outlived += before.state.settles and point.skip_reason is None
+            end(before.attempt, PointState.LOST, "the run's driver ended before this attempt did")
         self._begin(point_id, point, key, attempt=before.attempt + 1)
-
-    def _end(self, point_id: str, attempt: int, state: PointState, reason: str) -> None:
-        of_attempt = {"run_id": self.run.run_id, "point_id": point_id, "attempt": attempt}
-        self.records.append(OutcomeRecord(**of_attempt, state=state, reason=reason))
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
         self.settled[state] += 1
@@ -120,12 +110,11 @@ class Plan:
 
     def _begin(self, point_id: str, point: Point, key: str, attempt: int) -> None:
         """Record a point as planned, and what becomes of it: to be measured, skipped, or concluded."""
-        run_id = self.run.run_id
+        ids: dict[str, Any] = {"run_id": self.run.run_id, "point_id": point_id}
         state = PointState.PENDING if point.skip_reason is None else PointState.SKIPPED
         self.records.append(
             PointRecord(
-                run_id=run_id,
-                point_id=point_id,
+                **ids,
                 index=int(point_id.rpartition("/")[2]),
                 attempt=attempt - 1,
                 key=key,
@@ -142,31 +131,23 @@ class Plan:
             self._settle(point, state, point.skip_reason, {})
         elif (conclusion := point.conclusion) is not None:
             metrics = tuple(MetricData(**asdict(metric)) for metric in conclusion.metrics)
-            ok = OutcomeRecord(run_id=run_id, point_id=point_id, attempt=attempt, state=PointState.OK, metrics=metrics)
-            self.records.append(ok)
+            self.records.append(OutcomeRecord(**ids, attempt=attempt, state=PointState.OK, metrics=metrics))
             if conclusion.warning:
-                self.records.append(
-                    EventRecord(run_id=run_id, point_id=point_id, level="warning", message=conclusion.warning)
-                )
+                self.records.append(EventRecord(**ids, level="warning", message=conclusion.warning))
             self._settle(point, PointState.OK, None, {metric.name: metric.value for metric in metrics})
         else:
-            self.assignments.append(Assignment(run_id, point_id, attempt, point, key))
+            self.assignments.append(Assignment(self.run.run_id, point_id, attempt, point, key))
 
     def explain(self) -> None:
         """Record why a resumed run measures points again that had ended."""
-        run, old, why = self.run, self._old.run, []
-        if run.code_hash != old.code_hash:
-            why.append(
-                f"the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
-                f"{old.code_hash} is now {run.code_hash})"
-            )
-        if self._elsewhere:
-            why.append("the device, its driver, a version or a variable differs from what they were measured with")
-        interrupted = "an earlier resume began to, and was interrupted"
-        for count, reason in ((self._changed, "; and ".join(why)), (self._interrupted, interrupted)):
+        run, old, count = self.run, self._old.run, self._changed
+        if count:
             points = "1 point that had ended is" if count == 1 else f"{count} points that had ended are"
-            if count:
-                self.records.append(EventRecord(run_id=run.run_id, message=f"{points} measured again: {reason}"))
+            reason = "the device, its driver, a version or a variable differs from what they were measured with"
+            if run.code_hash != old.code_hash:
+                reason = "the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
+                reason += f"{old.code_hash} is now {run.code_hash})"
+            self.records.append(EventRecord(run_id=run.run_id, message=f"{points} measured again: {reason}"))
         if self.assignments and old.artifact_store not in (None, run.artifact_store):
             message = (
                 f"NSA_ARTIFACT_STORE: {run.artifact_store}: was {old.artifact_store}; checkpoints that are only there "
@@ -196,10 +177,12 @@ class PointHistory:
     def after(self, record: PointRecord | StartRecord | OutcomeRecord) -> PointHistory:
         """The history with a further record."""
         if isinstance(record, PointRecord):
-            attempt = max(self.attempt, _attempts(record))
+            planned = PointHistory(record.key, record.label, record.state)
+            # A skipped point is not attempted further.
+            attempt = max(self.attempt, record.attempt + (record.state is PointState.SKIPPED))
             if self.state.settles and record.state is PointState.PENDING:
-                return replace(self, attempt=attempt, again=PointHistory(record.key, record.label, record.state))
-            return PointHistory(record.key, record.label, record.state, attempt)
+                return replace(self, attempt=attempt, again=planned)
+            return replace(planned, attempt=attempt)
         started = isinstance(record, StartRecord)
         state = PointState.RUNNING if started else record.state
         if self.again and (started or not record.settles):
@@ -280,9 +263,8 @@ def history(records: Iterable[Record]) -> History | None:
         if isinstance(record, RunRecord):
             found.run = record
         elif isinstance(record, PointRecord):
-            before = found.points.get(record.point_id)
-            new = PointHistory(record.key, record.label, record.state, _attempts(record))
-            found.points[record.point_id] = before.after(record) if before else new
+            unknown = PointHistory(record.key, record.label, PointState.PENDING)
+            found.points[record.point_id] = found.points.get(record.point_id, unknown).after(record)
         elif isinstance(record, StartRecord | OutcomeRecord) and record.point_id in found.points:
             # Else the line of its plan is lost; the database may have it.
             found.points[record.point_id] = found.points[record.point_id].after(record)
@@ -292,32 +274,3 @@ def history(records: Iterable[Record]) -> History | None:
 def fails(point: Point, state: PointState) -> bool:
     """Whether a point's end makes its run fail."""
     return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
-
-
-def _attempts(record: PointRecord) -> int:
-    """The number of attempts with a plan: a skipped point is not attempted further."""
-    return record.attempt + (record.state is PointState.SKIPPED)
-
-
-def nothing_left(old: History, *, again: bool) -> bool:
-    """Whether every point of a run has ended so that a resume measures it only if its key has changed.
-
-    Args:
-        again: measure failed points again, too.
-    """
-    good = (PointState.OK, PointState.SKIPPED)
-    return bool(old.points) and all(
-        point.state in good or _failure_stays(point, again=again) for point in old.points.values()
-    )
-
-
-def _settled(before: PointHistory, point: Point, again: bool) -> bool:
-    """Whether a point is not measured again if its key is the same."""
-    if before.state is PointState.SKIPPED:
-        return point.skip_reason is not None
-    return before.state is PointState.OK or _failure_stays(before, again=again)
-
-
-def _failure_stays(before: PointHistory, *, again: bool) -> bool:
-    """Whether a point has failed and no one asked for more, neither now nor in a resume that did not get to it."""
-    return before.state in FAILED and before.state.settles and before.again is None and not again

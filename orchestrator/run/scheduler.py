@@ -68,7 +68,6 @@ class Scheduler:
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
         self._handed_out = 0
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
-        self._keeping: dict[int, OutcomeRecord] = {}  # batch -> its last outcome, until the next point starts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._files: dict[str, str] = {}  # node -> the first file that it kept
         self.states: Counter[PointState] = Counter()
@@ -103,7 +102,6 @@ class Scheduler:
     def _take(self, batch: int, update: Update | BatchEnded) -> None:
         if isinstance(update, StartRecord):
             self._recorder.write([update])
-            self._keeping.pop(batch, None)
             self._nodes[update.point_id] = update.node
             self._watcher.started(update)
         elif isinstance(update, Progress):
@@ -112,17 +110,13 @@ class Scheduler:
         elif isinstance(update, Series):
             self._recorder.write(update.records)
         elif isinstance(update, OutcomeRecord):
-            assignment = self._batches[batch].pop(update.point_id)
-            self._keeping[batch] = update
-            self._settle(assignment, update)
+            self._settle(self._batches[batch].pop(update.point_id), update)
         elif isinstance(update, ArtifactRecord):
             self._recorder.write([update])
             self._files.setdefault(self._nodes.get(update.point_id) or "another node", update.artifact.path)
         elif isinstance(update, EventRecord):
             self._note(update)
         else:
-            if (last := self._keeping.pop(batch, None)) and update.state is not None:
-                self._recorder.write([_incomplete(last, update.reason)])
             self._batch_ended(self._batches.pop(batch), update)
 
     def _ended(self, point: Point, outcome: OutcomeRecord) -> None:
@@ -187,17 +181,10 @@ class Scheduler:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [OutcomeRecord(**a.ids, attempt=a.attempt, state=point, reason=reason) for a in left]
-        events = [_incomplete(last, reason) for last in self._keeping.values()]
-        self._recorder.write([*events, *outcomes, self._run_end(run, reason)])
+        self._recorder.write([*outcomes, self._run_end(run, reason)])
         self.states[point] += len(left)
         return len(left)
 
     def _run_end(self, state: RunState, reason: str | None = None) -> RunEndRecord:
         run = self._plan.run
         return RunEndRecord(run_id=run.run_id, state=state, reason=reason, resumed=run.resumed)
-
-
-def _incomplete(outcome: OutcomeRecord, reason: str | None) -> EventRecord:
-    """The warning that keeping the files of an ended point was cut short."""
-    message = f"some of its files may be missing: {reason or 'its supervisor was lost'}"
-    return EventRecord(run_id=outcome.run_id, point_id=outcome.point_id, level="warning", message=message)

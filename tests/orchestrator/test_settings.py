@@ -12,33 +12,13 @@ from pathlib import Path
 import pytest
 
 from orchestrator import settings
-from orchestrator.settings import Installation, installation
+from orchestrator.settings import Installation
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
     "import json; from orchestrator.settings import *; found = load_settings(); "
     "print(json.dumps([installation().name, str(found.home), found.dashboard_port, example_spec()]))"
 )
-
-
-@pytest.mark.parametrize(
-    ("folder", "project", "expected"),
-    [
-        ("nsa-bench", '[project]\nname = "nsa-bench"\n', Installation.CHECKOUT),
-        ("site-packages", None, Installation.INSTALLED),
-        ("site-packages", '[project]\nname = "careless"\n', Installation.INSTALLED),
-        ("_ray_pkg_0123", '[project]\nname = "nsa-bench"\n', Installation.UPLOADED),
-        ("_ray_pkg_0123", None, Installation.UPLOADED),
-    ],
-)
-def test_the_sort_of_place_is_told_by_what_lies_beside_the_packages(
-    tmp_path: Path, folder: str, project: str | None, expected: Installation
-) -> None:
-    root = tmp_path / folder
-    root.mkdir()
-    if project is not None:
-        (root / "pyproject.toml").write_text(project)
-    assert installation(root) is expected
 
 
 @pytest.mark.parametrize(
@@ -89,15 +69,3 @@ def test_a_variable_that_is_almost_a_setting_is_told(tmp_path: Path, monkeypatch
     told = settings.misspelled()
     assert [line.partition(":")[0] for line in told] == ["NSA_ARTIFACT", "NSA_DATABSE_URL"]
     assert "secret" not in "".join(told)
-
-
-@pytest.mark.parametrize("command", [["orchestrator.cli.commands", "runs"], ["jobs", "no.yaml", "--dry-run"]])
-def test_commands_warn_of_a_misspelled_variable(tmp_path: Path, command: list[str]) -> None:
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__')"
-    if command[0] != "jobs":
-        code = "import sys; sys.argv = sys.argv[1:]; from orchestrator.cli.commands import main; main()"
-    env = {**os.environ, "NSA_HOME": str(tmp_path), "NSA_DATABSE_URL": "sqlite:////x"}
-    call = [sys.executable, "-c", code, *command]
-    done = subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stderr.startswith("warning: NSA_DATABSE_URL: is no setting, and nothing reads it; write NSA_DATABASE_U")
-    assert done.stderr.count("warning") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -39,17 +38,3 @@ def run(code: str, redirection: str, **env: str) -> str:
 def test_output_that_cannot_be_written_is_dropped(redirection: str, expected: str, unbuffered: str) -> None:
     wait = "import time; time.sleep(0.3)\n"  # until the reader has ended
     assert run(wait + _MANY + _END, redirection, PYTHONUNBUFFERED=unbuffered) == expected
-
-
-def test_all_is_written_to_a_pipe_that_does_not_block() -> None:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    code = _SAY + "say('x' * 300_000)"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=writer)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        ended = threading.Event()
-        threading.Timer(0.2, ended.set).start()
-        ended.wait()
-        assert len(pipe.read()) == 300_001
-    assert process.wait(60) == 0

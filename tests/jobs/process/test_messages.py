@@ -21,7 +21,6 @@ EXAMPLES: list[Message] = [
     messages.MeasurePoint("scaling", {"lengths": [512, None], "nsa": {"window": 64}}, "cuda", 1 << 40),
     messages.MeasurePoint("train", {}, "cuda", cluster=messages.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"a": ["b"]})),
     messages.Explain(),
-    messages.Ready(17),
     messages.Beat("timing – ü\n", 1, 2),
     messages.Samples(1, 1 << 40, 1795435243.343, {"loss": 2.5}, {"loss": "nat/byte"}),
     messages.Warned("late", 1),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from ftp_server import FtpServer, ftp_server
 
-from orchestrator import artifact_url
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path
 from orchestrator.settings import SettingsError, load_settings
 from orchestrator.store.records import STORED_BYTES, ArtifactData
@@ -60,12 +59,6 @@ def test_a_url_that_cannot_be_used_says_so_when_settings_load(url: str, message:
     assert line.startswith("NSA_ARTIFACT_STORE: ")
     assert message in line
     assert "secret" not in line
-
-
-def test_a_scheme_whose_package_is_missing_names_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(artifact_url.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package s3fs; pip install 'nsa-bench\[s3\]'"):
-        artifact_url.check("s3://bucket/nsa")
 
 
 # In and out

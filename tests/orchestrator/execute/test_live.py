@@ -50,17 +50,6 @@ def test_checkpoints_and_losses_between_the_steps_count_and_do_not_hide_the_pace
     assert all(rate for *_, rate in checkpoints)
 
 
-def test_a_first_step_that_compiles_counts_only_until_there_are_others(clock: Clock) -> None:
-    pace = Pace()
-
-    def compile_at(step: int) -> None:
-        clock.now += 40 * (step == 1)
-
-    rates = _train(pace, clock, range(40), 0.5, compile_at)
-    assert rates[1] == pytest.approx(1 / 40.5)
-    assert rates[6:] == [pytest.approx(2)] * 34
-
-
 def test_a_restart_begins_a_new_pace_and_another_phase_has_its_own(clock: Clock) -> None:
     pace = Pace()
     assert pace.note("corpus", 0, 0) == (0, 0, None)

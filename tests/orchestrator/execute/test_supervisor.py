@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import os
-import tempfile
 import threading
 from collections.abc import Callable
 
@@ -201,18 +198,6 @@ def test_a_text_is_kept_while_its_point_runs(measure, tmp_path) -> None:
     assert places[0] < end
     assert updates[places[0]].artifact.content == "{}"
     assert updates[end].files == {"rank0.json": "{}", "rank0-2.json": "late"}
-
-
-def test_a_temporary_folder_without_room_is_the_reason_and_not_the_interpreter(measure, monkeypatch) -> None:
-    def full(*_: object, **__: object) -> str:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tempfile.gettempdir()}/nsa-point-ab12cd34")
-
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
-    [_, end] = measure("pass")
-    assert end.outcome.state is PointState.LOST  # so that a retry, or the next resume, measures it
-    assert end.outcome.reason.startswith(
-        f"TMPDIR: '{tempfile.gettempdir()}': no room for the point's files there (No space"
-    )
 
 
 def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measure) -> None:

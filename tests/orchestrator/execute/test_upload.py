@@ -88,14 +88,6 @@ def test_a_spec_may_lie_anywhere(here: Path, spec: str, name: str) -> None:
     assert found.files[name].read_text() == TRAIN
 
 
-def test_links_within_the_folder_are_followed(train: Train, here: Path) -> None:
-    (here / "corpus" / "linked.txt").symlink_to(here / "notes.txt")
-    (here / "linked").symlink_to("corpus")
-    found = train("linked")
-    assert found.files["linked/linked.txt"].read_text() == "not named by any spec"
-    assert "linked/deep/b.txt" in found.files
-
-
 def _link(here: Path, target: str) -> None:
     (here / "corpus" / "link").symlink_to(target)
 
@@ -145,10 +137,3 @@ def test_an_upload_beyond_the_limit_names_the_largest_file_and_the_fix(train: Tr
         file.truncate(upload.LIMIT)
     with pytest.raises(UserError, match=r"the largest 'corpus/large.bin': at most 100 MiB .* absolute path in the s"):
         train("corpus")
-
-
-def test_a_file_may_not_take_the_place_of_a_source(train: Train, here: Path) -> None:
-    (here / "jobs").mkdir()
-    (here / "jobs" / "train.py").write_text("raise SystemExit")
-    with pytest.raises(UserError, match=r"data.path: 'jobs/train.py': would replace .*train.py of the package"):
-        train("jobs")

@@ -1,23 +1,19 @@
-"""A home, a spec, a fast probe and a frozen database for runs of the driver on this machine."""
+"""A home, a spec and a fast probe for runs of the driver on this machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 from quick_driver import COMMAND, MACHINE
-from sqlalchemy import text
 
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.store import Store
 
 ROOT = Path(__file__).resolve().parents[3]
 _SPEC = """
@@ -82,37 +78,3 @@ def hangs_up() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        yield
-
-
-@contextmanager
-def _stopped(server: list[psutil.Process]) -> Iterator[None]:
-    for process in server:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in server:
-            process.resume()
-
-
-@pytest.fixture
-def frozen(store: Store) -> Callable[[], AbstractContextManager[None]]:
-    """Function to a context in which the database answers nobody: a locked file, stopped processes of Postgres."""
-
-    def freeze() -> AbstractContextManager[None]:
-        if store.engine.dialect.name == "sqlite":
-            return _locked(str(store.engine.url.database))
-        with store.session() as session:
-            backend = psutil.Process(session.scalars(text("SELECT pg_backend_pid()")).one())
-        server = backend.parent()
-        assert server is not None
-        return _stopped([server, *server.children()])
-
-    return freeze

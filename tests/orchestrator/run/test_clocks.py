@@ -36,15 +36,6 @@ def of(store: Store) -> Run:
         return session.get_one(Run, RUN)
 
 
-def test_a_run_ends_although_the_clock_has_stepped_back(store: Store, sweep) -> None:
-    first, *_, end = sweep(RUN)
-    store.apply(first)
-    store.apply(end.model_copy(update={"at": first.at - HOUR, "resumed": 0}))
-    assert (of(store).state, of(store).ended_at) == (RunState.DONE, first.at - HOUR)
-    store.apply(first)
-    assert of(store).state is RunState.DONE
-
-
 def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Store, lived) -> None:
     for count in (-1, -2):  # its driver is alive, and its old journal is imported meanwhile
         store.apply_many(lived[:-1])

@@ -163,14 +163,3 @@ def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection
     row, points = stored(home, only_run(home))
     assert row["state"] == "done"
     assert list(points["state"]) == ["ok"] * 3
-
-
-def test_a_driver_that_was_started_by_nohup_outlives_its_terminal(spec, start) -> None:
-    path = spec("pass", "import time; time.sleep(2)", "pass")
-    driver = start(path, command=["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *COMMAND])
-    assert driver.stdout is not None
-    while not driver.stdout.readline().startswith("[1/3]"):
-        assert driver.poll() is None
-    driver.send_signal(signal.SIGHUP)
-    driver.communicate(timeout=60)
-    assert driver.returncode == 0

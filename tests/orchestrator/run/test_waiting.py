@@ -186,19 +186,3 @@ def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ExecutorGone, match="does not answer"):
         watch.look()
     thaw.set()
-
-
-def test_a_finished_run_stays_so_while_its_resume_waits(home, spec, waits) -> None:
-    """Also where the resume is stopped, or fails, before it could tell that nothing is left to measure."""
-    waits(lambda: None)
-    assert driver.main([str(spec("pass")), "--local"]) == 0
-    run_id, seen = only_run(home)["run_id"], []
-    waits(lambda: seen.append(only_run(home)["state"]))
-    assert driver.main(["--local", "--resume", run_id]) == 0
-    assert seen == ["done"]
-    waits(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert driver.main(["--local", "--resume", run_id]) == 130
-    assert only_run(home)["state"] == "done"
-    waits(lambda: fail(UserError("resources.num_gpus: 8: no node has more")))
-    assert driver.main(["--local", "--resume", run_id]) == 2
-    assert (only_run(home)["state"], only_run(home)["events"]) == ("done", [])
