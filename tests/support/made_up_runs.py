@@ -102,7 +102,8 @@ def make_sweep(
     coordinates = [(name, length) for name in laws or {"chunked": 1.0, "naive": 2.0} for length in lengths]
     for number, (implementation, seq_len) in enumerate(coordinates):
         value = batch * (seq_len / 512) ** (laws or {"chunked": 1.0, "naive": 2.0})[implementation]
-        time, *others = metrics(time=value, peak_extra_memory=3 * value, throughput=1000 * batch * seq_len / value)
+        rate = 1000 * batch * seq_len / value
+        time, memory, *others = metrics(time=value, peak_extra_memory=3 * value, throughput=rate, oracle_error=1e-6)
         axes = {"batch": batch, "device": "cuda" if gpu else "cpu"}
         records += attempt(
             planned(run_id, number, implementation, seq_len, at(1), axes, estimate_bytes=seq_len * 2**20),
@@ -113,8 +114,8 @@ def make_sweep(
             started_at=at(10 + 10 * number),
             metrics=[
                 time | {"samples": (value,) * 6, "ci_low": value * 0.9, "ci_high": value * 1.1},
+                memory | {"method": "allocator"},
                 *others,
-                *metrics(oracle_error=1e-6),
             ],
             route=dict.fromkeys(("cmp", "slc", "win"), implementation),
             environment=environment,
