@@ -109,15 +109,11 @@ class Telemetry:
         gpu_ids: NVML indices ("0") or UUIDs ("GPU-..."); empty for a CPU point.
         period_s: seconds between samples at first.
 
-    Attributes:
-        samples: those so far, in the order of time.
-        thread: takes them.
-
     `start()` and `stop()` never raise if NVML is missing; the summary's text states the reason instead.
     """
 
     def __init__(self, gpu_ids: Sequence[str], period_s: float = 0.2) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[Sample] = []  # those so far, in the order of time
         self._gpu_ids = [str(gpu) for gpu in gpu_ids]
         self._period_s = period_s
         self._read = -1  # number of the last look that `readings` has reported

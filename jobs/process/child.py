@@ -23,12 +23,7 @@ _REAP_S = 30.0
 
 
 class Child:
-    """A process in a session of its own.
-
-    Attributes:
-        folder: with its output, removed by `discard`.
-        temporary: its folder of temporary files, below.
-    """
+    """A process in a session of its own."""
 
     def __init__(self, answer: str, *, env: Mapping[str, str | None] | None = None, python: str | None = None) -> None:
         """Start the process.
@@ -42,8 +37,8 @@ class Child:
             OSError: the interpreter cannot be started.
         """
         self._files = temporary.Folder(temporary.POINT)
-        self.folder = self._files.path
-        self.temporary = self.folder / "tmp"
+        self.folder = self._files.path  # with its output, removed by `discard`
+        self.temporary = self.folder / "tmp"  # its temporary files
         self.temporary.mkdir()
         self._offsets = {"stdout": 0, "stderr": 0}
         variables = _search_path(self.folder, another=python is not None) | compiler_cache.folders(self.folder)
@@ -156,15 +151,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _search_path(folder: Path, *, another: bool) -> dict[str, str | None]:
-    """This process's environment, in which a child imports these sources.
-
-    Args:
-        folder: of the child.
-        another: whether it has another interpreter, which must find none of this one's packages. These sources may lie
-            among them, so its search path is a folder of links to them alone, without the working directory.
-    """
+    """This process's environment, in which a child imports these sources."""
     variables: dict[str, str | None] = dict(os.environ)
     if another:
+        # Another interpreter must find none of this one's packages. These sources may lie among them, so its search
+        # path is a folder of links to them alone, without the working directory.
         links = folder / "sources"
         links.mkdir()
         for package in _PACKAGES:

@@ -248,16 +248,12 @@ class Outbox:
 
 
 class Inbox:
-    """The reading end of a pipe.
-
-    Attributes:
-        closed: whether nobody can write to it any more.
-    """
+    """The reading end of a pipe."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._rest = b""
-        self.closed = False
+        self.closed = False  # whether nobody can write to it any more
 
     def receive(self, timeout: float) -> list[Message]:
         """Messages that arrived; waits up to `timeout` seconds for the first. A line that is none is a Failure."""

@@ -20,11 +20,7 @@ _YOUNG_S = 2.0  # such a folder may be about to be locked
 
 
 class Folder:
-    """A new folder, readable by its user alone.
-
-    Attributes:
-        path: of the folder.
-    """
+    """A new folder, readable by its user alone."""
 
     def __init__(self, prefix: str) -> None:
         remove_abandoned()

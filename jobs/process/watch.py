@@ -41,15 +41,12 @@ class DeadlineWatch:
         startup_s: until the first sign of progress.
         heartbeat_s: between two signs.
         whole_s: for the whole command.
-
-    Attributes:
-        phase: of the last progress; "" without one.
     """
 
     def __init__(
         self, child: Child, startup_s: float = math.inf, heartbeat_s: float = math.inf, whole_s: float = math.inf
     ) -> None:
-        self.phase = ""
+        self.phase = ""  # of the last progress
         self._child = child
         self._startup_s, self._heartbeat_s, self._whole_s = startup_s, heartbeat_s, whole_s
         self._start = time.monotonic()

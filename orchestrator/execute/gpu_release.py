@@ -33,9 +33,6 @@ class Gpus:
     Args:
         visible: their CUDA_VISIBLE_DEVICES; None: all GPUs that this process sees.
         stopped: polled several times a second; once true, NVML is waited for 1 s at most.
-
-    Attributes:
-        ids: NVML's.
     """
 
     def __init__(self, visible: str | None, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -70,8 +67,7 @@ class Gpus:
     def wait_free(self, pids: Collection[int]) -> str | None:
         """Wait until no process of `pids` holds a CUDA context and the memory in use is what it was before.
 
-        Returns:
-            None once that is so (or NVML cannot say); after 30 s the obstacle, as a sentence.
+        Returns None once that is so, or NVML cannot say; after 30 s the obstacle, as a sentence.
         """
         begun, problem = time.monotonic(), self._problem
         while self._used:
@@ -99,11 +95,9 @@ class Gpus:
         return None
 
     def _ask(self, question: Callable[[], T], unknown: T, *, silent_is_error: bool = False) -> T:
-        """The answer of NVML, `unknown` if it has none. While one is missing, no other question is put: it would wait,
-        too, in one more thread.
+        """The answer of NVML, `unknown` if it has none. Raises _SilentError where it is late and that is asked for.
 
-        Raises:
-            _SilentError: there is no answer in time, where that is asked for.
+        While an answer is missing, no other question is put: it would wait, too, in one more thread.
         """
         if self._unanswered is None or self._unanswered.done():
             call, begun = BackgroundCall(question), time.monotonic()

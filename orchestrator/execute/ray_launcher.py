@@ -162,15 +162,11 @@ class NodeAgents:
 
     Args:
         send: sends readings of the ranks' hardware, about one a second and then fewer.
-
-    Attributes:
-        actors: handles of NodeAgent, by node, while ranks run.
-        samples: samples of the GPUs of all ranks that have ended; [] on CPUs.
     """
 
     def __init__(self, send: Callable[[Samples], None]) -> None:
-        self.actors: dict[str, Any] = {}
-        self.samples: list[Sample] = []
+        self.actors: dict[str, Any] = {}  # handles of NodeAgent, by node, while ranks run
+        self.samples: list[Sample] = []  # of the GPUs of all ranks that have ended
         self._send = send
         self._questions: list[Any] = []  # without an answer yet
         self._number = 0  # of the reading that they ask for, through all starts of the ranks

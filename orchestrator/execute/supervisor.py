@@ -102,17 +102,13 @@ def supervise(
 
 
 class _Slot:
-    """A slot's process, started when needed, and its GPUs.
-
-    Attributes:
-        environment: variables and interpreter of the process.
-    """
+    """A slot's process, started when needed, and its GPUs."""
 
     def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
         self._conditions = conditions
         self._visible = gpus
         self._child: Child | None = None
-        self.environment: tuple[Mapping[str, str], str | None] = ({}, None)
+        self.environment: tuple[Mapping[str, str], str | None] = ({}, None)  # the process's variables and interpreter
         self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)
 
     def child(self, point: Point) -> Child:
@@ -148,11 +144,7 @@ def process_variables(threads: int, gpus: str | None) -> dict[str, str]:
 
 
 class _Attempt:
-    """One attempt at one point.
-
-    Attributes:
-        files: of its end, to be copied to the store.
-    """
+    """One attempt at one point."""
 
     def __init__(
         self,
@@ -163,7 +155,7 @@ class _Attempt:
         cluster: Cluster | None,
         copies: ArtifactCopies,
     ) -> None:
-        self.files: list[Source] = []
+        self.files: list[Source] = []  # of its end, to be copied to the store
         self._child = child
         self._assignment = assignment
         self._conditions = conditions

@@ -246,14 +246,10 @@ def _close(
 
 
 class _Stop:
-    """What signals ask of the driver.
-
-    Attributes:
-        reason: of a cancellation: the first signal's name.
-    """
+    """What signals ask of the driver."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.reason: str | None = None  # of a cancellation: the first signal's name
         self._measuring = False
 
     def begin_measuring(self) -> None:

@@ -30,11 +30,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 10.0
 
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """Journal and database of one run.
-
-    Attributes:
-        tell: shows a line to the user.
-    """
+    """Journal and database of one run; `tell` shows a line to the user."""
 
     def __init__(self, run_id: str, journal: Journal, store: Store, tell: Callable[[str], None]) -> None:
         self.tell = tell

@@ -39,10 +39,6 @@ class Scheduler:
         slots: number of batches at a time.
         retries: number of times that a lost point is handed out again.
         restarts: the same for a point whose process crashed, and at least for a lost one.
-
-    Attributes:
-        states: number of ended points by state.
-        failures: number of those that failed, without those whose failure answers a search.
     """
 
     def __init__(
@@ -70,8 +66,8 @@ class Scheduler:
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._files: dict[str, str] = {}  # node -> the first file that it kept
-        self.states: Counter[PointState] = Counter()
-        self.failures = 0
+        self.states: Counter[PointState] = Counter()  # of ended points
+        self.failures = 0  # those that failed, without those whose failure answers a search
 
     def run(self, stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
