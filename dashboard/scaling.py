@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import streamlit as st
@@ -128,7 +128,7 @@ def _usual_filters(states: pd.DataFrame) -> dict[str, list[str]]:
     for _, found in states.groupby("run_id")["pass"]:
         passes |= set(found.dropna()) & {"forward+backward"} or set(found.dropna())
     ours = states["origin"] == Origin.MEASURED
-    lengths = states[~ours & (states["state"] == PointState.OK)].groupby("implementation")["seq_len"].nunique()
+    lengths: Any = states[~ours & (states["state"] == PointState.OK)].groupby("implementation")["seq_len"].nunique()
     curves = set(states.loc[ours, "implementation"].dropna()) | set(lengths[lengths >= MIN_LENGTHS].index)
     sweeps = states[states["shape"] != ""].groupby(["run_id", "workload"])["shape"].unique().map(sorted)
     shapes = {shape for found in sweeps for shape in (found if len(found) < 3 else found[:1])}
@@ -152,7 +152,7 @@ def page() -> None:
         st.info("Choose a run under *Runs and filters*.", icon=":material/arrow_upward:")
         return
     states = data.states(store, run_ids=choice.run_ids)
-    if waiting := int(states["state"].isin(_WAITING).sum()):
+    if waiting := len(states.loc[states["state"].isin(_WAITING)]):
         st.fragment(_follow, run_every=data.LIVE_SECONDS)(store, choice.run_ids, seen=waiting)
     _results(store, choice, states)
 
@@ -160,7 +160,8 @@ def page() -> None:
 @data.explained
 def _follow(store: Store, run_ids: Sequence[str], *, seen: int) -> None:
     """Show the progress of live runs, and redraw the page when a point has ended."""
-    if int(data.states(store, run_ids=run_ids)["state"].isin(_WAITING).sum()) != seen:
+    states = data.states(store, run_ids=run_ids)
+    if len(states.loc[states["state"].isin(_WAITING)]) != seen:
         st.rerun()
     st.info(f"Still measuring, {parts.count(seen, 'point')} to go; this page follows.", icon=":material/autorenew:")
     for run_id in run_ids:
