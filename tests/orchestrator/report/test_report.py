@@ -45,7 +45,6 @@ def test_markdown_contains_all_sections(filled: Store):
     assert "| naive S=65543 | skipped | needs 93.1 GiB |" in text
     assert "| gpu.driver | 580 |" in text
     assert not any(name in text for name in ("bench1", "GPU-1"))  # reports are shared: no host or GPU ids
-    assert "| peak_extra_memory | Peak memory beyond inputs | MiB | allocator |" in text
     assert "nan" not in text.lower()
 
 
