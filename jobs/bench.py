@@ -94,10 +94,7 @@ class ProfileError(RuntimeError):
 def measure_stages(call: Callable[[], object], device: torch.device, runs: int, beat: Beat) -> tuple[list[Metric], str]:
     """Profile `call`, which runs the project's kernels on a CUDA device and has run before, `runs` times.
 
-    A process that has profiled may launch more slowly afterwards: time calls before, or in another one.
-
-    Raises:
-        ProfileError: none of the project's kernels ran, or the profiler did not see what was launched.
+    A process that has profiled may launch more slowly afterwards. Raises ProfileError.
     """
     filler = l2_filler(device)
     profiles = []
@@ -119,8 +116,7 @@ def measure_stages(call: Callable[[], object], device: torch.device, runs: int, 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Counter[tuple[str, str]]:
     """Nanoseconds of the launched kernels by stage and kernel; PyTorch's own (sorts, sums, copies) are stage "other".
 
-    Raises:
-        ProfileError: there is no launch, or kernels and launches do not match.
+    Raises ProfileError without a launch, or where kernels and launches do not match.
     """
     if not launches:
         raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")

@@ -228,14 +228,7 @@ class Spec(PresetSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Train a model on retrieval, and ask it at each depth.
-
-    Raises:
-        WrongResult: the attention disagrees with the oracle.
-        Diverged: a loss became infinite or NaN.
-        Stopped: SIGTERM came before the last step.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
-    """
+    """Train a model on retrieval, and ask it at each depth. Raises as Trainer.run, and WrongResult."""
     if case.threads is not None:
         torch.set_num_threads(case.threads)
     device, corpus = case.torch_device, case.task
@@ -292,12 +285,7 @@ def _recall(trainer: Trainer, case: Case, depth: int, beat: Beat) -> float:
 
 def loss_course(losses: Sequence[float], guess: float) -> tuple[float, int | None]:
     """Change of the mean loss from the last but one tenth of the steps to the last [nat/answer], and the step at which
-    its mean over a twentieth fell below a tenth of a guess's; None: it never did.
-
-    Args:
-        losses: of 20 steps or more.
-        guess: loss of one who knows nothing but the alphabet.
-    """
+    its mean over a twentieth fell below a tenth of a guess's, who knows but the alphabet; None: it never did."""
     tenth, window = len(losses) // 10, len(losses) // 20
     change = fmean(losses[-tenth:]) - fmean(losses[-2 * tenth : -tenth])
     ends = range(window, len(losses) + 1)

@@ -17,7 +17,7 @@ from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
 from jobs.specs.nsa_effect import refuse_idle
-from nsa_core.model import PRESETS, ModelConfig
+from nsa_core.model import PRESETS
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
@@ -59,15 +59,11 @@ class Spec(WorkloadSpec):
         refuse_idle(self, self.nsa, self.implementations, self.dtype)
         return self
 
-    @property
-    def model(self) -> ModelConfig:
-        """The model, or the model whose attention is measured (a single layer if only heads are given)."""
-        if self.shape is None:
-            return self.model_of(None)
-        sizes = self.shape.model_dump(include={"dim", "ffn_dim", "vocab_size"}, exclude_none=True)
-        return replace(self.model_of(self.shape.layers), **sizes)
-
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the whole grid, shortest lengths first."""
-        sweep = Sweep(self, machine, Case, self.model, self.batch, self.workload)
+        model = self.model_of(None if self.shape is None else self.shape.layers)
+        if self.shape is not None:
+            sizes = self.shape.model_dump(include={"dim", "ffn_dim", "vocab_size"}, exclude_none=True)
+            model = replace(model, **sizes)
+        sweep = Sweep(self, machine, Case, model, self.batch, self.workload)
         return sweep.points(self.lengths, self.passes, self.implementations)

@@ -138,7 +138,18 @@ def check_attention(
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     dense, blocks = implementation in DENSE_KERNELS, None
     if not dense and "slc" in branches:
-        _check_selection(implementation, config, small, dtype, device, seed)
+        reach = config.slc_count * config.slc_block
+        long = make_inputs(small, 1, REACHES * reach, dtype, device, seed, False)
+        names = implementation, "reference"
+        found, expected = (select_blocks(long["q"], long["k"], config, backend=name) for name in names)
+        differ = (found != expected).any(-1).float()
+        # Also over the queries that see more blocks than they select.
+        share = max(differ[:, reach:].mean().item(), differ.mean().item())
+        if share > MISMATCH:
+            raise WrongResult(
+                f"{implementation}: selects other blocks than the oracle for {share:.1%} of the queries; "
+                f"at most {MISMATCH:.1%} can be ties"
+            )
         blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
     return compare(
         lambda x: attend(x, config, implementation, branches),
@@ -247,27 +258,6 @@ def compare(
     truth = results(lambda x: by(x, BACKENDS["reference"]), wide)
     eager = results(lambda x: by(x, BACKENDS["naive"]), inputs)
     return judge(results(timed, inputs), eager, truth, inputs["q"].dtype, case, implementation, factor)
-
-
-def _check_selection(
-    implementation: str, config: NSAConfig, shape: HeadShape, dtype: torch.dtype, device: torch.device, seed: int
-) -> None:
-    """Compare the selections of all queries. Raises WrongResult.
-
-    The share of differing ones is also taken over the queries that see more blocks than they select.
-    """
-    reach = config.slc_count * config.slc_block
-    inputs = make_inputs(shape, 1, REACHES * reach, dtype, device, seed, False)
-    found, expected = (
-        select_blocks(inputs["q"], inputs["k"], config, backend=name) for name in (implementation, "reference")
-    )
-    differ = (found != expected).any(-1)
-    share = max(differ[:, reach:].float().mean().item(), differ.float().mean().item())
-    if share > MISMATCH:
-        raise WrongResult(
-            f"{implementation}: selects other blocks than the oracle for {share:.1%} of the queries; "
-            f"at most {MISMATCH:.1%} can be ties"
-        )
 
 
 def _error(x: Tensor, exact: Tensor) -> float:

@@ -87,11 +87,7 @@ _TAKEN = {axis.name for axis in AXES} | {axis.attribute for axis in AXES} | {"gp
 
 
 def check_axes(axes: Sequence[Axis]) -> None:
-    """Check that the names of a kind's own axes are free and can be columns.
-
-    Raises:
-        ValueError: a name is wrong; the message names the axis and the fix.
-    """
+    """Check that the names of a kind's own axes are free and can be columns. Raises ValueError, with the fix."""
     for axis in axes:
         if not isinstance(axis, Axis) or axis.type not in ("text", "whole"):
             raise ValueError(f"AXES: {axis!r}: is not an Axis of type 'text' or 'whole'; correct it")
@@ -104,11 +100,7 @@ def check_axes(axes: Sequence[Axis]) -> None:
 
 
 def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
-    """Refuse coordinates of a point that cannot be kept, or that its kind did not declare so.
-
-    Raises:
-        ValueError: naming the axis, the value and the fix.
-    """
+    """Refuse coordinates of a point that cannot be kept, or that its kind did not declare so. Raises ValueError."""
     for axis in AXES:
         check_coordinate(axis, getattr(axes, axis.attribute))
     known = {axis.name: axis for axis in declared}
@@ -121,10 +113,9 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
 
 
 def check_coordinate(axis: Axis, value: object) -> None:
-    """Refuse a value of one of `AXES` that is neither None nor fits its column; lengths and counts begin at 1.
+    """Refuse a value of one of `AXES` that is neither None nor fits its column. Raises ValueError.
 
-    Raises:
-        ValueError: naming the axis, the value and the fix.
+    Lengths and counts begin at 1.
     """
     largest = 2 ** (8 * axis.size - 1) - 1
     whole = axis.type == "whole"
@@ -134,11 +125,7 @@ def check_coordinate(axis: Axis, value: object) -> None:
 
 
 def check_more(more: Mapping[str, object]) -> None:
-    """Refuse coordinates of a kind's own that cannot be columns, or whose values cannot be told apart.
-
-    Raises:
-        ValueError: naming the axis, the value and the fix.
-    """
+    """Refuse coordinates of a kind's own that cannot be columns, or whose values look alike. Raises ValueError."""
     for name, value in more.items():
         if not _NAME.fullmatch(name) or name in _TAKEN:
             raise ValueError(f"Axes.more: {shown(name)}: is no name of an axis; rename it")

@@ -182,11 +182,7 @@ def _time(value: float, unit: str) -> str | None:
 
 
 def check_quantities(quantities: Sequence[Quantity]) -> None:
-    """Check that the declarations can be stored and told apart.
-
-    Raises:
-        ValueError: a declaration is wrong; the message names the quantity and the fix.
-    """
+    """Check that the declarations can be stored and told apart. Raises ValueError, with the quantity and the fix."""
     names = [quantity.name for quantity in quantities if isinstance(quantity, Quantity)]
     for each in quantities:
         if not isinstance(each, Quantity):

@@ -45,15 +45,12 @@ def refuse_idle(
     dtype: str | None,
     branches: Iterable[str] = (ALL,),
 ) -> None:
-    """Refuse a field of a spec's section `nsa` that would change none of its points.
+    """Refuse a field of a spec's section `nsa` that would change none of its points. Raises ValueError.
 
     Args:
         implementations: all that are measured; dense ones by a name of DENSE_KERNELS.
         dtype: of the points; None if nothing of them has slots, as in decoding.
         branches: measured each by itself; "all": the whole operator.
-
-    Raises:
-        ValueError: there is such a field; the message names it, its value and the fix.
     """
     if nsa is None:
         return

@@ -62,12 +62,7 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """The content of a YAML document.
-
-    Raises:
-        YamlError: it is not YAML, or holds what has no value (the date 2001-99-99).
-        RepeatedKeyError: a key is given twice.
-    """
+    """The content of a YAML document. Raises YamlError, also for what has no value (the date 2001-99-99)."""
     try:
         return yaml.load(text, _Loader)
     except YamlError:

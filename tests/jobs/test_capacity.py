@@ -11,7 +11,6 @@ from supervised import Ended, searched, supervised, values
 from travelling import CPU
 
 from jobs import capacity
-from jobs.measure.search import last_that_fits
 from jobs.schema.point import Point
 from jobs.schema.states import PointState
 from orchestrator.messages import Conditions
@@ -34,14 +33,12 @@ def _until(longest: int, rates: dict[int, float] | None = None) -> Any:
     return outcome
 
 
-@pytest.mark.parametrize("guess", [0, 2, 4])
-@pytest.mark.parametrize("last", [-1, 2, 4])
-def test_the_search_ends_at_the_last_that_fits(guess: int, last: int) -> None:
-    tried: list[int] = []
-    found = last_that_fits(lambda place: tried.append(place) or place <= last, 5, guess)
-    assert found == (last if last >= 0 else None)
-    assert len(tried) == len(set(tried))
-    assert last == 4 or last + 1 in tried  # shown to fail
+def test_without_a_prediction_the_search_goes_upwards() -> None:
+    unpredicted = _spec(implementations=["gather"], lengths=[32, 64, 128])
+    for longest, lengths in ((64, [32, 64, 128]), (16, [32])):
+        tried, (conclusion,) = searched(unpredicted, CPU, _until(longest))
+        assert [point.axes.seq_len for point in tried] == lengths
+        assert values(conclusion).get("longest") == (longest if longest in lengths else None)
 
 
 def test_the_next_longer_one_is_shown_to_fail() -> None:

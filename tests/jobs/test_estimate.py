@@ -8,7 +8,7 @@ import pytest
 import torch
 from travelling import CPU, travelled, values_of
 
-from jobs.estimate import BACKWARD, FORWARD, Change, Spec, measure, measure_parts, parts_at_peak
+from jobs.estimate import Spec, measure, measure_parts
 from jobs.measure.model_pass import ModelPass
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
@@ -19,20 +19,6 @@ MIB = 2**20
 def _spec(**changes: Any) -> Spec:
     data: dict[str, Any] = {"kind": "estimate", "name": "t", "preset": "tiny", "implementations": ["chunked"]}
     return Spec.model_validate(data | {"lengths": [64]} | changes)
-
-
-def test_each_part_is_told_apart_by_its_life() -> None:
-    changes = [
-        Change(1, 100, 10),  # activation: held when the forward pass ends
-        Change(2, 200, 5),  # workspace of the forward pass
-        Change(3, 200, -5),
-        Change(11, 200, 7),  # gradient: lies where one lies at the end
-        Change(12, 300, 3),  # workspace of the backward pass; the peak
-        Change(13, 300, -3),
-        Change(14, 100, -10),
-    ]
-    parts = parts_at_peak(changes, {FORWARD: 10, BACKWARD: 20}, gradients={200})
-    assert (parts.gradients, parts.activations, parts.workspace) == (7, 10, 3)
 
 
 def test_parts_of_a_known_pass() -> None:
