@@ -50,11 +50,7 @@ class ModelFlops:
 
 class LiveTraining:
     """Reports a sample a step: memory and own compute time of each rank; the first one's has the training's series,
-    too: loss, gradient norm, learning rate, throughput and MFU.
-
-    Args:
-        tokens: tokens of a step, of all ranks.
-        flops: None: no peak is known, and no MFU.
+    too: loss, gradient norm, learning rate, throughput (`tokens` of a step, of all ranks) and MFU, if a peak is known.
     """
 
     def __init__(

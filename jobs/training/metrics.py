@@ -139,8 +139,7 @@ def compared(
     """Comparison of several ranks; samples are one a rank. None of a single rank.
 
     Args:
-        ranks: of each its time of a step, its own compute time [ms] and the mean utilisation of its GPU [%]; None where
-            they are unknown.
+        ranks: of each its time of a step, its own compute time [ms] and the mean utilisation of its GPU [%], if known.
         of_steps, of_compute, of_looks: what these are of, in words.
     """
     if len(ranks) == 1:

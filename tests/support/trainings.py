@@ -38,20 +38,24 @@ def small(text: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Keeping:
-    """A Reporter that keeps warnings, texts (name -> text) and series (name -> step -> value)."""
+    """A Reporter that keeps all that it is told: texts by name, series as name -> step -> value, also of each rank."""
 
     def __init__(self, folder: Path | None = None, key: str = "k", launcher: Launcher | None = None) -> None:
         self.surroundings = Surroundings(f"file://{folder}" if folder else None, key, launcher)
         self.warnings: list[str] = []
         self.series: dict[str, dict[int, float]] = {}
+        self.by_rank: dict[tuple[str, int], dict[int, float]] = {}
         self.kept: dict[str, str] = {}
+        self.phases: list[str] = []
+        self.started: list[list[int]] = []
 
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        pass
+        self.phases.append(phase)
 
     def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
         for name, value in values.items():
             self.series.setdefault(name, {})[step] = value
+            self.by_rank.setdefault((name, rank), {})[step] = value
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -60,7 +64,7 @@ class Keeping:
         self.kept[name] = text
 
     def ranks(self, pids: Sequence[int]) -> None:
-        pass
+        self.started.append([*pids])
 
 
 class Watching(Keeping):

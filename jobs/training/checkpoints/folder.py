@@ -118,11 +118,6 @@ class CheckpointFolder:
         """Manifests of the complete checkpoints, newest first."""
         return [manifest for _, manifest in self.manifests() if manifest is not None]
 
-    def step_to_go_on_from(self, key: str) -> int | None:
-        """Step of the newest complete checkpoint; None if the training of the point of this key begins anew."""
-        newest = next(iter(self.complete()), None)
-        return newest.step if newest is not None and newest.is_gone_on_from(key) else None
-
     def note_start(self, key: str) -> None:
         """Note that ranks are started, as a file: a start that was killed before it could save anything counts, too."""
         with self._reading():

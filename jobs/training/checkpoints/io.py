@@ -20,21 +20,16 @@ from jobs.training.checkpoints.folder import OPTIONS, CheckpointFolder, Manifest
 
 
 class Writer(FsspecWriter):
-    """Writes one checkpoint; its last act, on the first rank, is the manifest.
+    """Writes one checkpoint; its last act, on the first rank, is the manifest, which is given without files.
 
-    Args:
-        manifest: of the checkpoint, without files.
-        progress: called after each piece that was written, with the bytes of this rank so far.
-
-    Attributes:
-        begun, ended: clock when it was made, and on the first rank when the checkpoint was complete [s].
+    `progress` is called after each piece that was written, with the bytes of this rank so far.
     """
 
     def __init__(self, folder: CheckpointFolder, manifest: Manifest, progress: Callable[[int], None]) -> None:
         url, local = f"{folder.url}/{manifest.name}", folder.url.startswith("file:")
         super().__init__(url, sync_files=local)  # elsewhere PyTorch would sync all disks of the host
         self.manifest = manifest
-        self.begun = self.ended = time.perf_counter()
+        self.begun = self.ended = time.perf_counter()  # the latter on the first rank, once it is complete
         self._folder = folder
         self._files = self.fs = _HashingFileSystem(progress)
         self.path = self.fs.init_path(url, **OPTIONS)
@@ -88,18 +83,14 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.RawIOBase):
-    """A stream that is only appended to; hashes its content.
-
-    Attributes:
-        failure: the first error of writing; torch.save may end with an error of its own in its place.
-    """
+    """A stream that is only appended to; hashes its content."""
 
     def __init__(self, stream: Any, wrote: Callable[[int], None]) -> None:
         self._stream = stream
         self._wrote = wrote
         self.digest = hashlib.sha256()
         self.size = 0
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # the first one; torch.save may end with an error of its own instead
         self.flush, self.fileno = stream.flush, stream.fileno
 
     def writable(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,6 @@ def case(text: Path) -> Case:
     return travelled(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0])
 
 
-class Report(Keeping):
-    """Keeps samples in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples: list[tuple[int, Mapping[str, float]]] = []
-
-    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
-        self.samples.append((step, values))
-
-
 def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
@@ -45,27 +33,27 @@ def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.Monkey
         return torch.tensor(norms[-1])
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
-    report = Report()
+    report = Keeping()
     result = measure(case, report)
     losses = next(metric.samples for metric in result.metrics if metric.name == "loss")
-    assert [step for step, _ in report.samples] == list(range(1, STEPS + 1))
-    for (step, values), loss, norm in zip(report.samples, losses, norms, strict=False):
-        assert values.keys() == {"loss", "gradient_norm", "learning_rate", "throughput", "training_memory"}
-        assert values["loss"] == loss
-        assert values["gradient_norm"] == pytest.approx(norm)
-        assert values["learning_rate"] == learning_rate(case.optimizer, step - 1, STEPS)
-        assert 50 < values["training_memory"] < 8 * 1024
+    series = {name: list(values.values()) for name, values in report.series.items()}
+    assert series.keys() == {"loss", "gradient_norm", "learning_rate", "throughput", "training_memory"}
+    assert all(list(values) == list(range(1, STEPS + 1)) for values in report.series.values())
+    assert series["loss"] == list(losses)
+    assert series["gradient_norm"] == pytest.approx(norms[:STEPS])
+    assert series["learning_rate"] == [learning_rate(case.optimizer, step, STEPS) for step in range(STEPS)]
+    assert all(50 < memory < 8 * 1024 for memory in series["training_memory"])
 
 
 def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
     monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
-    report = Report()
+    report = Keeping()
     flops = ModelFlops(per_token=6e6, peak=1.2e9, ranks=2)
     live = LiveTraining(report, tokens=100, device=torch.device("cpu"), flops=flops)
     for step in range(89, 113):  # a resumed training begins at any step
         live.step(step, 1.0, 1.0, 1.0)
-    speeds = [values["throughput"] for _, values in report.samples]
+    speeds = list(report.series["throughput"].values())
     assert speeds[:8] == pytest.approx([400] * 8)
     assert speeds[-4:] == pytest.approx([800] * 4)
-    assert [values["mfu"] for _, values in report.samples[:8]] == pytest.approx([100] * 8), "400 tok/s x 6 MFLOPs"
+    assert list(report.series["mfu"].values())[:8] == pytest.approx([100] * 8), "400 tok/s x 6 MFLOPs"

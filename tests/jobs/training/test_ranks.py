@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from travelling import travelled
 from warm_ranks import WarmRanks
 
 from jobs.diagnosis.rank_state import RankState
-from jobs.schema.launcher import Launcher
 from jobs.schema.point import FAILURE_FILES, Machine, Measurement
 from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
@@ -140,26 +139,6 @@ def one_rank(text: Path) -> tuple[Measurement, Keeping]:
     return _train(_spec(text), reported), reported
 
 
-class _ByRank(Keeping):
-    """A Reporter that keeps phases, the ranks' processes, and the series of each rank, too."""
-
-    def __init__(self, launcher: Launcher | None) -> None:
-        super().__init__(launcher=launcher)
-        self.phases: list[str] = []
-        self.started: list[list[int]] = []
-        self.by_rank: dict[tuple[str, int], dict[int, float]] = {}
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self.phases.append(phase)
-
-    def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
-        for name, value in values.items():
-            self.by_rank.setdefault((name, rank), {})[step] = value
-
-    def ranks(self, pids: Sequence[int]) -> None:
-        self.started.append([*pids])
-
-
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
@@ -178,7 +157,7 @@ def test_two_ranks_train_as_one_does(
     tolerance: float,
 ) -> None:
     launcher = None if changes.keys() == {"micro_batch"} else two_warm_ranks  # once as without a launcher
-    reporter = _ByRank(launcher=launcher)
+    reporter = Keeping(launcher=launcher)
     two = _train(_spec(text, ranks=2, **changes), reporter)
     assert reporter.warnings == []
     kept, started, series, phases = reporter.kept, reporter.started, reporter.by_rank, reporter.phases

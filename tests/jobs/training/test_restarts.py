@@ -21,7 +21,7 @@ from jobs.process.reporter import ProcessReporter
 from jobs.schema.launcher import RanksEnded
 from jobs.schema.point import Machine
 from jobs.train import Case, Spec, measure
-from jobs.training import elastic
+from jobs.training import launch
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
 from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
 from jobs.training.launch import RankWatch, run_ranks
@@ -46,17 +46,6 @@ class _Ends:
     def run(self, ranks: int, device: str, main: Any, note: Any, tell: Any, stop: threading.Event) -> list[Any]:
         self.stops.append(stop)
         raise self._acts.pop(0)(note, stop)
-
-
-class _Told(Keeping):
-    """A Reporter that keeps the phases, too."""
-
-    def __init__(self, launcher: _Ends, folder: Path | None) -> None:
-        super().__init__(folder, launcher=launcher)
-        self.phases: list[str] = []
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self.phases.append(phase)
 
 
 def _die(note: Callable[[Any], None], _stop: threading.Event) -> RanksEnded:
@@ -96,7 +85,7 @@ def test_a_restart_says_where_it_goes_on_and_begins_its_progress_anew(text: Path
         return _die(note, stop)
 
     launcher = _Ends(_die, save_and_die, _die)
-    told = _Told(launcher, tmp_path)
+    told = Keeping(tmp_path, launcher=launcher)
     stop = threading.Event()
     with pytest.raises(RankDied):
         run_ranks(_case(text, restarts=2), told, stop)
@@ -128,7 +117,7 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(
     else:
         end += "; it has no checkpoint to go on from"
     with pytest.raises(Stopped) as caught:
-        run_ranks(_case(text, restarts=3), _Told(_Ends(act), tmp_path), threading.Event())
+        run_ranks(_case(text, restarts=3), Keeping(tmp_path, launcher=_Ends(act)), threading.Event())
     assert str(caught.value) == f"SIGTERM ended the training{end}"
     assert isinstance(caught.value, Suspended) == ("--resume" in end)
 
@@ -136,7 +125,7 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(
 def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
     launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
     with pytest.raises(RankFailed) as caught:
-        run_ranks(_case(text, restarts=3), _Told(launcher, tmp_path), threading.Event())
+        run_ranks(_case(text, restarts=3), Keeping(tmp_path, launcher=launcher), threading.Event())
     assert isinstance(caught.value.__cause__, MemoryError)
     assert len(launcher.stops) == 1
 
@@ -145,7 +134,7 @@ def test_sigterm_ends_a_training_of_which_a_rank_cannot_end(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_ranks: Callable[[], list[psutil.Process]]
 ) -> None:
     """One rank is stopped, so that neither ends its step."""
-    monkeypatch.setattr(elastic, "_STOP_S", 1)
+    monkeypatch.setattr(launch, "_STOP_S", 1)
     acted: list[psutil.Process] = []
 
     class Acting(Keeping):
@@ -188,14 +177,14 @@ def test_a_rank_that_raised_is_named_and_not_the_one_that_was_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the others wait for it on a GPU, and SIGTERM does not reach them."""
-    monkeypatch.setattr(elastic, "_GRACE_S", 1.0)
+    monkeypatch.setattr(launch, "_GRACE_S", 1.0)
     (tmp_path / "one_raises.py").write_text(RANKS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     main = importlib.import_module("one_raises").main
     watch = RankWatch(2, Keeping(tmp_path))
     with pytest.raises(RanksEnded) as ended:
-        elastic.ElasticLauncher().run(2, "cpu", main, watch.note, lambda _: None, threading.Event())
+        launch.ElasticLauncher().run(2, "cpu", main, watch.note, lambda _: None, threading.Event())
     found = watch.failure(ended.value)
     assert type(found) is RankFailed, "a rank that died would be started again"
     assert str(found).startswith("rank 1 of 2: RuntimeError: on purpose")

@@ -43,10 +43,6 @@ class Watching(Keeping):
     def __init__(self, folder: Path, *, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
         super().__init__(folder)
         self._at, self._act = at, act
-        self.phases: list[str] = []
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self.phases += [] if phase in self.phases[-1:] else [phase]
 
     def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
         super().sample(step, values, rank)
