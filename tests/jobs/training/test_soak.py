@@ -191,7 +191,7 @@ def test_the_ranks_of_a_soak_are_compared() -> None:
 # Real processes
 
 
-def test_two_pieces_keep_one_history_and_go_on_exactly(text: Path, tmp_path: Path) -> None:
+def test_two_pieces_keep_one_history(text: Path, tmp_path: Path) -> None:
     watching = Watching(tmp_path)
     result = _soak(text, watching)
     assert watching.phases.count(STARTING) == 1, "imports of the second process are no stall"
