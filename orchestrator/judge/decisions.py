@@ -43,7 +43,7 @@ class Decision:
 
     @property
     def sentences(self) -> list[str]:
-        """The sentence's parts: one a machine that was measured, one for the others."""
+        """The parts of `sentence`: one a machine that was measured, one for the others."""
         judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
         said = [_clause(each) for each in sorted(judged, key=lambda each: _ORDER.index(each.result))]
         blank = [each for each in self.verdicts if each not in judged]

@@ -122,11 +122,8 @@ def worst(results: Iterable[Result]) -> Result:
 
 
 def evaluate(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[TargetVerdict]:
-    """Evaluate every target on the measured runs in `run_ids` (None: all), on each of its hardware.
-
-    Raises:
-        StoreUnavailable: the database does not answer.
-    """
+    """Evaluate every target on the measured runs in `run_ids` (None: all), on each of its hardware. Raises
+    StoreUnavailable."""
     return judge(measured_runs(store, run_ids), gates)
 
 
@@ -163,7 +160,10 @@ def _target(
     rules = []
     for rule in target.rules_on(hardware):
         step = step_of(rule, hardware, known)
-        verdict = _judge(_Case(rule, target.plan, runs, step), hardware, machines)
+        case, scope = _Case(rule, target.plan, runs, step), Scope(rule.where, hardware, whole=rule.gpus == "all")
+        verdict = _judge(case, scope)
+        if verdict.value is None and not _fails(case, scope):
+            verdict = next(_transferred(case, scope, machines), verdict)
         says = None
         if rule.says and verdict.value:
             says = rule.says.format(value=verdict.value, inverse=1 / verdict.value, bound=verdict.bound)
@@ -216,15 +216,6 @@ class _Case:
         return f"no complete run: {begun} is {begun.state}, {ended} of {begun.points} points ended; {self.how}"
 
 
-def _judge(case: _Case, hardware: Hardware | None, machines: Sequence[Hardware]) -> RuleVerdict:
-    """The verdict by the plan's evidence on the hardware, else by lesser evidence that the rule accepts."""
-    scope = Scope(case.rule.where, hardware, whole=case.rule.gpus == "all")
-    verdict = _judge_in(case, scope)
-    if verdict.value is None and not _fails(case, scope):
-        return next(_transferred(case, scope, machines), verdict)
-    return verdict
-
-
 def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> Iterator[RuleVerdict]:
     """Verdicts by lesser evidence: of other points on this card, then of another card of its architecture."""
     rule, hardware = case.rule, own.hardware
@@ -235,7 +226,7 @@ def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> Itera
         if card is hardware and not what:
             continue
         scope = Scope(where, card, own.whole)
-        verdict = _judge_in(case, scope)
+        verdict = _judge(case, scope)
         if verdict.value is not None:
             gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not hardware), None)
             lesser = ", ".join(filter(None, (gpu, what)))
@@ -248,7 +239,7 @@ def _fails(case: _Case, scope: Scope) -> bool:
     return any(run.failed(scope) for run in preferred(case.runs, scope))
 
 
-def _judge_in(case: _Case, scope: Scope) -> RuleVerdict:
+def _judge(case: _Case, scope: Scope) -> RuleVerdict:
     if isinstance(case.rule, StatesRule):
         return _judge_states(case, case.rule, scope)
     return _judge_bounded(case, case.rule, scope)

@@ -126,10 +126,7 @@ def records(store: Store, run_id: str) -> list[rec.Record]:
     """The records of a run as the database has them, in an order that can be replayed; none if the run is unknown.
 
     Replayed into an empty database they give the run's rows, except for verdicts (computed from the rest) and the
-    progress of a running point (`phase`, `done`, `total`), which no journal holds either.
-
-    Raises:
-        StoreError, StoreUnavailable: the database cannot be read.
+    progress of a running point (`phase`, `done`, `total`), which no journal holds either. Raises StoreError.
     """
     with store.session() as session:
         run = session.get(Run, run_id)
