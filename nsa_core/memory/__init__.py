@@ -159,20 +159,21 @@ def _attention(
     config: NSAConfig, implementation: str, heads: tuple[int, int, int], dtype: torch.dtype, backward: bool,
     device: torch.device, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
-    query_heads, kv_heads, dim = heads
+    (query_heads, kv_heads, dim), log = heads, Allocations(device)
 
     def leaf(count: int, width: int) -> Tensor:
         return torch.empty(batch, seq_len, count, width, dtype=dtype, device="meta", requires_grad=backward)
 
-    q, k, v, gates = leaf(query_heads, dim), leaf(kv_heads, dim), leaf(kv_heads, dim), leaf(query_heads, 3)
-    inputs, log = [q, k, v] if implementation == "dense" else [q, k, v, gates], Allocations(device)
-    with on_device(device, implementation, backward), DeviceFunctions(device), log:
-        if implementation == "dense":
-            out = dense_attention(q, k, v)
-        else:
-            out = nsa_attention(q, k, v, torch.sigmoid(gates), config, backend=implementation)
-        kept = log.live()
-        gradients = torch.autograd.grad(out, inputs, q.detach()) if backward else ()
+    with on_device(device, implementation, backward):
+        q, k, v, gates = leaf(query_heads, dim), leaf(kv_heads, dim), leaf(kv_heads, dim), leaf(query_heads, 3)
+        inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
+        with DeviceFunctions(device), log:
+            if implementation == "dense":
+                out = dense_attention(q, k, v)
+            else:
+                out = nsa_attention(q, k, v, torch.sigmoid(gates), config, backend=implementation)
+            kept = log.live()
+            gradients = torch.autograd.grad(out, inputs, q.detach()) if backward else ()
     given = sum(x.nbytes for x in inputs) + (q.nbytes if backward else 0)  # with the output's gradient
     return _estimate(log.parts(kept, gradients), inputs=given)
 
@@ -184,7 +185,7 @@ def _model(
 ) -> MemoryEstimate:  # fmt: skip
     """Trace of a model of two layers at most; the last one stands for all further ones."""
     log, functions, repeats = Allocations(device), DeviceFunctions(device), max(1, config.layers - 1)
-    with torch.device("meta"):
+    with torch.inference_mode(False), torch.device("meta"):
         model = NSATransformer(replace(config, layers=min(config.layers, 2))).to(dtype)
         tokens = torch.empty(batch, seq_len, dtype=torch.int64)
     starts: list[int] = []  # events before each block's forward, and after the last one's
