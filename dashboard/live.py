@@ -88,7 +88,7 @@ def _expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Dat
 
     with suppress(ValidationError):  # without a plan, or of a kind that means something else by it
         plan = TrainingPlan.model_validate(point["config"].get("plan"))
-        speed = measured.get("throughput", live.last().get("throughput"))
+        speed = measured.get("throughput", live.last().to_dict().get("throughput"))
         hours = plan.hours_at(speed) if speed else None
         fast, in_time = (
             (None if speed is None else plan.needed <= speed),
@@ -100,7 +100,7 @@ def _expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Dat
         estimate /= 2**20
         memory = measured.get("peak_memory")
         if memory is None and point["device"] == "cuda":
-            memory = live.max().get("training_memory")  # on a CPU the resident memory holds far more
+            memory = live.max().to_dict().get("training_memory")  # on a CPU the resident memory holds far more
         actual = "measured after the training" if memory is None else parts.number(memory, "MiB")
         fits = None if memory is None else memory <= _ESTIMATE * estimate
         expect("Memory", f"{parts.number(estimate, 'MiB')} estimated", actual, fits)
@@ -108,8 +108,9 @@ def _expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Dat
     begun = frame.loc[~frame["name"].isin([quantity.name for quantity in LIVE]), "at"].min()
     training = frame.loc[frame["name"].isin(_UTILIZATION) & (frame["at"] >= begun)]
     if rows and not training.empty:
-        busy, what = training.groupby("rank")["value"].median().min(), "Utilisation, median of the least busy rank"
-        expect(what, f"≥ {parts.number(_BUSY, '%')}", parts.number(busy, "%"), bool(busy >= _BUSY))
+        busy = float(training.groupby("rank")["value"].median().min())
+        what = "Utilisation, median of the least busy rank"
+        expect(what, f"≥ {parts.number(_BUSY, '%')}", parts.number(busy, "%"), busy >= _BUSY)
     return rows
 
 
