@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.nn.functional import pad
 
 from .._tracing import constant
@@ -129,7 +130,7 @@ def widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
-def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, untraced by torch.compile, as the package compiles its own kernels. The graph breaks there."""
     if find_spec("flash_attn") is None:
         return run  # it never runs, and the compiler takes long to import
@@ -137,18 +138,72 @@ def _untraced(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return untraced
 
 
-@_untraced
 def _flash_attn_4(
     q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor | None = None
 ) -> Tensor:
+    if torch.compiler.is_compiling() and bounds is None:
+        return _flash_attn_4_operator(q, k, v, scale, left)[0]
+    return _flash_attn_4_untraced(q, k, v, scale, left, bounds)[0]
+
+
+@_untraced
+def _flash_attn_4_untraced(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, bounds: Tensor | None = None, lse: bool = False
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (left, None)}
+    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (left, None), "return_lse": lse}
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if bounds is None:
-        return flash_attn_func(q, k, v, **settings)[0]
+        return flash_attn_func(q, k, v, **settings)[:2]
     settings |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": len(q), "max_seqlen_k": len(k)}
-    return flash_attn_varlen_func(q, k, v, **settings)[0]
+    return flash_attn_varlen_func(q, k, v, **settings)[:2]
+
+
+# An operator, so that a compiled training's step stays one graph.
+@custom_op("nsa_core::flash_attn_4", mutates_args=())
+def _flash_attn_4_operator(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> tuple[Tensor, Tensor]:
+    """Attention [B,S,Hq,D], and the log-sum-exp [B,Hq,S] of its scores in float32."""
+    return _flash_attn_4_untraced(q, k, v, scale, left, lse=True)
+
+
+@custom_op("nsa_core::flash_attn_4_backward", mutates_args=())
+def _flash_attn_4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, left: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    # flash-attn-4 4.0.0b36 has no public backward pass of results that are there.
+    from flash_attn.cute.interface import _flash_attn_bwd  # pyright: ignore[reportMissingImports]
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    grads = _flash_attn_bwd(
+        q, k, v, out, dout, lse, scale, causal=True, window_size_left=left, deterministic=deterministic
+    )
+    return grads[0], grads[1], grads[2]
+
+
+@_flash_attn_4_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    return q.new_empty(batch, rows, heads, v.shape[-1]), q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+@_flash_attn_4_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, left: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale, ctx.left = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _grads(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_flash_attn_4_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.left), None, None
+
+
+_flash_attn_4_operator.register_autograd(_grads, setup_context=_keep)
 
 
 def _flash_attn_2(

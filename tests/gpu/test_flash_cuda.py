@@ -84,6 +84,15 @@ def test_dense(kernel, heads, kv_heads, dim, value_dim, dtype):
     assert_as_good_as_eager(lambda *qkv: dense_attention(*qkv, backend=kernel), leaves, 777, kernel)
 
 
+def test_a_compiled_whole_graph_gives_the_same_as_eager(kernel):
+    leaves = operands(2_048, 12, 2, 64, 64, BF16)
+    attend = torch.compile(lambda q, k, v: dense_attention(q, k, v, backend=kernel), fullgraph=True)
+    eager, _ = run(lambda q, k, v: dense_attention(q, k, v, backend=kernel), leaves)
+    compiled, _ = run(attend, leaves)
+    assert torch.equal(compiled[0], eager[0])
+    assert max(distance(got, want) for got, want in zip(compiled[1:], eager[1:], strict=True)) < 0.01
+
+
 @pytest.mark.parametrize("window", [1, 2, 512, 776, 777, 5000])
 def test_windows_of_dense_attention(provider, window):
     leaves = operands(777, *HEADS[0])
