@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from jobs.schema.plain_text import shown
 from jobs.specs.kinds import offered_sources
 from jobs.specs.spec import JobSpec
 from orchestrator.errors import UserError
+from orchestrator.git import git
 from orchestrator.settings import SOURCES
 
 _SOURCES = ("nsa_core", "jobs")
@@ -35,8 +35,9 @@ class GitState:
         """Environment variables that tell it to a process without the checkout."""
         if self.commit is None:
             return {}
-        told = {"NSA_GIT_COMMIT": self.commit, "NSA_GIT_DIRTY": str(int(bool(self.dirty)))}
-        return told | ({"NSA_GIT_BRANCH": self.branch} if self.branch else {})
+        dirty = None if self.dirty is None else str(int(self.dirty))
+        told = {"NSA_GIT_COMMIT": self.commit, "NSA_GIT_DIRTY": dirty, "NSA_GIT_BRANCH": self.branch}
+        return {name: value for name, value in told.items() if value}
 
 
 def git_state(root: Path = SOURCES) -> GitState:
@@ -106,8 +107,5 @@ def _as_text(name: str | None) -> str | None:
 
 
 def _git(root: Path, *args: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    done = git(root, *args)
     return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None

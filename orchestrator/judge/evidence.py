@@ -8,7 +8,6 @@ which costs more than the reading.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from sqlalchemy import Text, cast, exists, func, select
 
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.states import FAILED, Origin, PointState, RunState
+from orchestrator.git import git
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.scope import LENGTH, RANKS, Hardware, Row, Scope, Where
 from orchestrator.settings import SOURCES
@@ -350,16 +350,9 @@ def _own_axes(point: Row) -> list[tuple[str, Any]]:
 @cache
 def in_history(commit: str) -> bool:
     """Whether a commit is an ancestor of the checkout's; True where there is no whole history to ask."""
-
-    def git(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", "-C", str(SOURCES), *command], capture_output=True, text=True)
-
-    try:
-        if git("rev-parse", "--is-shallow-repository", "--show-prefix").stdout.split() != ["false"]:
-            return True  # with a prefix, the repository is another one around a package
-        return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
-    except OSError:  # no git
-        return True
+    if git(SOURCES, "rev-parse", "--is-shallow-repository", "--show-prefix").stdout.split() != [b"false"]:
+        return True  # with a prefix, the repository is another one around a package
+    return git(SOURCES, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
 
 
 def _number(text: Any) -> float | None:

@@ -1,0 +1,39 @@
+"""The commit that a run is stored with is that of its own sources."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from orchestrator.provenance import GitState, git_state
+
+
+@pytest.fixture
+def repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    for name in ("NSA_GIT_COMMIT", "NSA_CHECKOUT"):
+        monkeypatch.delenv(name, raising=False)
+    found = [tmp_path / "ours", tmp_path / "theirs"]
+    for folder in found:
+        folder.mkdir()
+        for command in ("init -q", f"-c user.name=a -c user.email=a@b commit -q --allow-empty -m {folder.name}"):
+            subprocess.run(["git", "-C", folder, *command.split()], check=True)
+    return found
+
+
+def test_a_hook_of_another_repository_changes_no_commit(
+    repositories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = repositories
+    before = git_state(ours)
+    assert before.commit not in (None, git_state(theirs).commit)
+    monkeypatch.setenv("GIT_DIR", str(theirs / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(theirs))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(theirs / ".git" / "index"))
+    assert git_state(ours) == before
+
+
+def test_a_job_is_not_told_that_sources_of_unknown_state_are_clean() -> None:
+    assert GitState("c0ffee").variables == {"NSA_GIT_COMMIT": "c0ffee"}
+    assert GitState("c0ffee", dirty=False).variables["NSA_GIT_DIRTY"] == "0"
