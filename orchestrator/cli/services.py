@@ -160,7 +160,10 @@ def asks_for_token(settings: Settings) -> bool:
 def _get(url: str) -> tuple[int, bytes]:
     """Status and beginning of the answer at `url`; 0 if no HTTP server answers."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        # A host with http_proxy and no no_proxy asked the proxy for its own loopback: `nsa up` waited in vain.
+        local = urlsplit(url).hostname in (LOOPBACK, "localhost", "::1")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))
+        with opener.open(url, timeout=2) as answer:
             return answer.status, answer.read(4096)
     except urllib.error.HTTPError as err:
         return err.code, b""

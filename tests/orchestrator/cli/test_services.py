@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,22 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
     ):
         services.up(settings)
     assert services.down(settings) == []
+
+
+class _Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+
+def test_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")  # where nobody answers
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), _Healthy) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert services.answers(f"http://127.0.0.1:{server.server_port}/_stcore/health", "ok")
 
 
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
