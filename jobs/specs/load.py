@@ -12,7 +12,7 @@ from jobs.schema.plain_text import shown
 from jobs.specs.kinds import KindError, kind_module, kinds
 from jobs.specs.spec import JobSpec, SpecError
 from jobs.specs.validation import describe
-from jobs.specs.yaml_text import RepeatedKeyError, YamlError, read_mapping, read_yaml
+from jobs.specs.yaml_text import AmbiguousError, YamlError, read_mapping, read_yaml
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -61,7 +61,7 @@ def _override(data: dict[str, Any], item: str) -> None:
             raise SpecError(f"--set: {shown(item)}: {shown(part)} is no section of the spec; name an existing one")
     try:
         node[last] = read_yaml(text)
-    except RepeatedKeyError as err:
+    except AmbiguousError as err:
         raise SpecError(str(err)) from None
     except YamlError:
         raise SpecError(f"--set: {shown(item)}: {shown(text)} is not YAML; quote it") from None

@@ -1,4 +1,4 @@
-"""YAML as specs and rules' files use it: repeated keys are refused, and 1e-3 is a number, as in YAML 1.2."""
+"""YAML as specs and rules' files use it: repeated keys are refused, and numbers are those of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class YamlError(ValueError):
     """A text that is not YAML; the message says why, in one line."""
 
 
-class RepeatedKeyError(YamlError):
-    """A mapping with two values for one key. One line: key, lines, fix."""
+class AmbiguousError(YamlError):
+    """A key with two values, or a number that is not what it looks like. One line: what, where, fix."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -25,13 +25,24 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise RepeatedKeyError(
+                raise AmbiguousError(
                     f"{shown(name)[1:-1]}: given twice, in lines {lines[name]} and {line}; keep one of the two"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Refuse what is a number of base 8 or 60 in YAML 1.1: 0512 was run as 330, 1:30 as 90."""
+        integer = node.tag.endswith(":int")
+        value = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
+        if ":" in node.value or (integer and re.match(r"[-+]?0[\d_]", node.value)):
+            what = f"{shown(node.value)[1:-1]}: YAML reads {shown(value)} in line {node.start_mark.line + 1}"
+            raise AmbiguousError(f"{what}; write it in decimal digits, or a text in quotes")
+        return value
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
 
 
@@ -52,7 +63,7 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
         data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
-    except RepeatedKeyError:
+    except AmbiguousError:
         raise
     except (YamlError, UnicodeDecodeError) as err:
         raise YamlError(f"{field}: {name} is not YAML ({err}); mend its syntax") from None

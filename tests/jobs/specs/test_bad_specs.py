@@ -93,10 +93,12 @@ def test_a_backend_that_train_cannot_use_is_refused_with_the_points(tmp_path: Pa
     [
         ("name: a\nname: b", r"name: given twice, in lines 2 and 3; keep one of the two"),
         ("shape: {head_dim: 8, head_dim: 8}", r"head_dim: given twice, in lines 2 and 2; keep one of the two"),
+        ("tokens: 0512", r"0512: YAML reads 330 in line 2; write it in decimal digits, or a text in quotes"),
+        ("minutes: 1:30", r"1:30: YAML reads 90 in line 2; write it in decimal digits, or a text in quotes"),
         (f"seed: {'9' * 5000}", r"spec: .* is not YAML \(.*\); mend its syntax"),
         ("seed: 2001-02-30", r"spec: .* is not YAML \(day is out of range for month\); mend its syntax"),
     ],
-    ids=["twice", "twice-in-a-line", "digits", "date"],
+    ids=["twice", "twice-in-a-line", "octal", "base 60", "digits", "date"],
 )
 def test_what_is_not_read_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
     file = tmp_path / "spec.yaml"
@@ -118,6 +120,8 @@ def test_overrides_reach_into_sections_and_may_have_an_exponent_without_a_dot(tm
     assert _load(tmp_path, TRAIN, "optimizer.learning_rate=1e-3").optimizer.learning_rate == 1e-3
     with pytest.raises(SpecError, match=r"^steps: 1e\+30: .*write a whole number in digits"):
         _load(tmp_path, TRAIN, "steps=1e30")
+    with pytest.raises(SpecError, match=r"^0100: YAML reads 64 .*write it in decimal digits"):
+        _load(tmp_path, TRAIN, "steps=0100")
 
 
 H200 = {"torch": "2.11", "triton": "3.6", "capability": "9.0"}
