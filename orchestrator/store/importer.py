@@ -152,9 +152,18 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
+            if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
+                raise ImportFileError(
+                    f"file: '{path.name}' line 1: names {shown(twice[0])} twice; rename or remove one"
+                )
             rows = []
             text_of = cache(from_csv_cell)  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:
+                if len(cells) > len(columns):  # 1,095 without quotes was stored as 1, and all after it one column off
+                    raise ImportFileError(
+                        f"file: '{path.name}' line {lines.line_num}: {shown(','.join(cells))}: has {len(cells)} cells "
+                        f"for {len(columns)} columns; quote the comma in a cell"
+                    )
                 if cells:
                     place = f"{path.name} line {lines.line_num}"
                     filled = {name: text_of(cell) for name, cell in zip(columns, cells, strict=False) if cell}
