@@ -13,8 +13,14 @@ from jobs.schema.quantities import Better, Quantity
 from jobs.schema.states import Origin
 from orchestrator.report.compare import Change, Compared, Comparison, coordinates, summary, word
 
-_COLORS = {Change.WORSE: "red", Change.BETTER: "green", Change.AMBIGUOUS: "orange", Change.SAME: "gray"}
-_ICONS = {Change.WORSE: "trending_down", Change.BETTER: "trending_up", Change.AMBIGUOUS: "help", Change.SAME: "equal"}
+_LOOKS = {  # colour and icon
+    Change.FAILED: ("red", "error"),
+    Change.WORSE: ("red", "trending_down"),
+    Change.BETTER: ("green", "trending_up"),
+    Change.AMBIGUOUS: ("orange", "help"),
+    Change.SAME: ("gray", "equal"),
+    Change.LACKING: ("gray", "block"),
+}
 _WIDEST = 0.1  # a ratio this far from 1 has the full colour
 
 
@@ -43,11 +49,8 @@ def page() -> None:
 
 def _result(comparison: Comparison) -> None:
     cells, quantity = comparison.cells, comparison.quantity
-    worst = next((change for change in Change if any(cell.change is change for cell in cells)), None)
-    if worst is None:
-        st.info("The two runs have no cell in common.", icon=":material/compare_arrows:")
-        return
-    st.subheader(f":{_COLORS[worst]}[:material/{_ICONS[worst]}:] {parts.plain(summary(comparison))}")
+    color, icon = _LOOKS[min((cell.change for cell in cells), key=list(Change).index)]
+    st.subheader(f":{color}[:material/{icon}:] {parts.plain(summary(comparison))}")
     rows = pd.DataFrame([_row(cell, quantity) for cell in cells])
     # Cells that differ in batch or dtype alone would lie on one another.
     if any(not math.isnan(cell.ratio) for cell in cells) and not rows.duplicated(["where", "S"]).any():

@@ -365,7 +365,7 @@ def compare(
     threshold: Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")] = 2.0,
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
 ) -> None:
-    """Compare runs or commits cell by cell. Exit 0: nothing got worse; 1: a cell did; 3: one is ambiguous."""
+    """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous."""
     with open_store() as store:
         sides = [find_side(store, text) for text in (first, *others)]
         found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
@@ -379,7 +379,7 @@ def compare(
                 if table.note:
                     say(table.note)
     changes = {cell.change for each in found for cell in each.cells}
-    raise typer.Exit(1 if Change.WORSE in changes else 3 if Change.AMBIGUOUS in changes else 0)
+    raise typer.Exit(1 if changes & {Change.FAILED, Change.WORSE} else 3 if Change.AMBIGUOUS in changes else 0)
 
 
 @app.command()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import shortened
 from jobs.schema.quantities import Better, Quantity, readable
-from jobs.schema.states import Origin
+from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator.errors import UserError
 from orchestrator.report.series import full_shape, text
 from orchestrator.report.table import Table, flat
@@ -41,10 +41,12 @@ Samples = NDArray[np.float64]
 class Change(StrEnum):
     """How a cell of one side stands to that of the first; what matters most comes first."""
 
+    FAILED = "failed"  # it has no value where the first side has one
     WORSE = "worse"
     BETTER = "better"
     AMBIGUOUS = "ambiguous"
     SAME = "same"
+    LACKING = "lacking"  # as FAILED, but for another reason: skipped, not planned, not ended
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ class Measured:
         return float(np.median(self.samples))
 
 
+_NO_VALUE = Measured("", np.array([math.nan]), None, "")
+
+
 @dataclass(frozen=True)
 class Compared:
     """A cell of two sides.
@@ -78,7 +83,7 @@ class Compared:
         ratio, low, high: the other side's value divided by the first one's, and its 95 % interval (with fewer than 6
             samples of a side the range of all quotients); NaN where they are not compared.
         p: of the Mann-Whitney test; 1 with too few samples.
-        note: what is unlike between the sides.
+        note: what is unlike between the sides, or why the other has no value (NaN).
     """
 
     cell: Cell
@@ -98,7 +103,7 @@ class Comparison:
     """All cells of two sides.
 
     Attributes:
-        missing: the number of cells that a side lacks, by its name.
+        missing: why the first side lacks cells that the other has -> their number.
         differences: what differs in the environments: its name -> the values of both.
     """
 
@@ -106,7 +111,7 @@ class Comparison:
     other: Side
     quantity: Quantity
     cells: tuple[Compared, ...]
-    missing: Mapping[str, int]
+    missing: Counter[str]
     differences: Mapping[str, tuple[str, str]]
 
 
@@ -124,18 +129,39 @@ def compare(
     """
     floors = _noise(store, first, others, metric)
     quantity = queries.quantities(store, first.run_ids).of(metric)
-    base, comparisons = _measured(store, first, metric), []
+    (base, before), comparisons = _measured(store, first, metric), []
+    if not base:
+        raise _no_value(first, metric)
     for other in others:
-        beside = _measured(store, other, metric)
+        beside, after = _measured(store, other, metric)
         pairs = [
             paired(cell, one, beside[cell], max(threshold, floors.get(cell, 0.0)))
             for cell, one in base.items()
             if cell in beside
         ]
-        missing = {first.name: len(beside.keys() - base.keys()), other.name: len(base.keys() - beside.keys())}
         cells = judged(pairs, quantity.better or Better.LOWER)
-        comparisons.append(Comparison(first, other, quantity, cells, missing, _differences(store, cells)))
+        # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
+        gone = [
+            Compared(
+                cell, one, _NO_VALUE, threshold, note=why, change=Change.FAILED if why in FAILED else Change.LACKING
+            )
+            for cell, one in base.items()
+            if cell not in beside and (why := after.get(cell, "not planned"))
+        ]
+        failed = [cell for cell in gone if cell.change is Change.FAILED]
+        if not beside and not failed:
+            raise _no_value(other, metric)
+        missing = Counter(before.get(cell, "not planned") for cell in beside if cell not in base)
+        differences = _differences(store, cells)
+        cells = (*failed, *cells, *(cell for cell in gone if cell.change is Change.LACKING))
+        comparisons.append(Comparison(first, other, quantity, cells, missing, differences))
     return comparisons
+
+
+def _no_value(side: Side, metric: str) -> UserError:
+    return UserError(
+        f"--metric: {metric!r}: {side.name} has no positive value of it; `nsa show RUN --point N` lists them"
+    )
 
 
 def paired(cell: Cell, first: Measured, other: Measured, threshold: float) -> Compared:
@@ -183,21 +209,21 @@ def judged(cells: Sequence[Compared], better: Better) -> tuple[Compared, ...]:
     return tuple(sorted(changed, key=lambda cell: (order.index(cell.change), -abs(np.nan_to_num(np.log(cell.ratio))))))
 
 
-def _measured(store: Store, side: Side, metric: str) -> dict[Cell, Measured]:
-    """Cells of a side as it measured them; of several runs the newest counts."""
+def _measured(store: Store, side: Side, metric: str) -> tuple[dict[Cell, Measured], dict[Cell, str]]:
+    """Cells of a side as it measured them, and why others have no value; of several runs the newest counts."""
     cells: dict[Cell, Measured] = {}
+    lacking: dict[Cell, str] = {}
     for run_id in sorted(side.run_ids):
         values = queries.samples(store, run_id, metric)
         for row in queries.points(store, run_id).to_dict("records"):
-            samples = np.array(values.get(row["point_id"], [0.0]), dtype=float)
-            if (samples > 0).all():
+            samples = np.array(values.get(row["point_id"], []), dtype=float)
+            if samples.size and (samples > 0).all():
                 route = ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
                 cells[_cell(row)] = Measured(row["point_id"], samples, row["gpu"], route)
-    if not cells:
-        raise UserError(
-            f"--metric: {metric!r}: {side.name} has no positive value of it; `nsa show RUN --point N` lists them"
-        )
-    return cells
+            else:  # a logarithm has no 0
+                ended = "no value" if row["state"] == PointState.OK else str(row["state"])
+                lacking[_cell(row)] = "0 or below" if samples.size else ended
+    return cells, lacking
 
 
 def _cell(row: Mapping[Any, Any]) -> Cell:
@@ -263,7 +289,8 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
     first, other, quantity = comparison.first.name, comparison.other.name, comparison.quantity
     rows = []
     for each in comparison.cells:
-        medians = [readable(side.median, quantity.unit) for side in (each.first, each.other)]
+        sides = (each.first, each.other)
+        medians = ["" if math.isnan(side.median) else readable(side.median, quantity.unit) for side in sides]
         ratio = "" if math.isnan(each.ratio) else f"{each.ratio:.3f} ({each.low:.3f} – {each.high:.3f})"
         result = word(each.change, quantity) + (f"; {each.note}" if each.note else "")
         rows.append([*coordinates(each.cell).values(), *medians, ratio, result])
@@ -282,6 +309,7 @@ def summary(comparison: Comparison) -> str:
         if not math.isnan(each.ratio):
             logs[dict(each.cell).get("implementation", "")].append(math.log(each.ratio))
     means = [f"{name} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
-    lacking = [f"{name} lacks {number} cells" for name, number in comparison.missing.items() if number]
+    reasons = ", ".join(f"{number} {why}" for why, number in comparison.missing.items())
+    lacking = [f"{comparison.first.name} lacks {comparison.missing.total()} cells ({reasons})"] if reasons else []
     counts = f"{len(comparison.cells)} cells: {', '.join(parts) or 'none in common'}"
     return "; ".join([counts, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])

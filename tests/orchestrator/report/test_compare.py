@@ -95,8 +95,10 @@ def test_runs_of_one_commit_set_the_noise_floor_of_a_cell(sqlite_store: Store) -
     sqlite_store.apply_many(records("new", "d" * 40, 2, {2048: 1.12, 8192: 1.12, 99: 1.0}, driver="590"))
     [found] = compare(sqlite_store, Side("a", ("a",)), [Side("new", ("new",))])
     judged = {dict(cell.cell)["seq_len"]: cell.change for cell in found.cells}
-    assert judged == {"2048": Change.SAME, "8192": Change.WORSE}, "2,048 has been 15 % apart without a change"
-    assert found.missing == {"a": 1, "new": 1}
+    assert judged == {"2048": Change.SAME, "8192": Change.WORSE, "512": Change.LACKING}, (
+        "2,048 has been 15 % apart without a change"
+    )
+    assert found.missing == {"not planned": 1}
     assert found.differences == {"commit": ("c" * 40, "d" * 40), "gpu.driver": ("580", "590")}
 
 
@@ -114,3 +116,22 @@ def test_a_commit_is_compared_by_a_command(
     assert nsa("compare", "a", "new", "--metric", "nonsense").err.startswith(
         "error: --metric: 'nonsense': a has no posit"
     )
+
+
+def test_a_cell_that_no_longer_runs_is_listed_with_its_state_and_fails(
+    sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite_store.apply_many(records("a", "c" * 40, 0, {512: 1.0, 2048: 1.0, 8192: 1.0, 9999: 1.0}))
+    failed: list[Record] = []
+    for record in records("new", "d" * 40, 2, {512: 1.0, 2048: 1.0, 8192: 1.0}):
+        ends = {"new/1": PointState.OOM, "new/2": PointState.SKIPPED}.get(getattr(record, "point_id", ""))
+        if ends and isinstance(record, OutcomeRecord):
+            record = record.model_copy(update={"state": ends, "metrics": ()})
+        failed.append(record)
+    sqlite_store.apply_many(failed)
+    monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{tmp_path / 'nsa.db'}")
+    done = nsa("compare", "a", "new", "--format", "md")
+    assert done.code == 1
+    assert "4 cells: 1 failed, 1 same, 2 lacking" in done.out
+    results = [line.split("|")[-2].strip() for line in done.out.splitlines() if line.startswith("| triton")]
+    assert results == ["failed; oom", "same", "lacking; skipped", "lacking; not planned"]
