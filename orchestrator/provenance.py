@@ -16,6 +16,7 @@ from jobs.specs.spec import JobSpec
 from orchestrator.errors import UserError
 from orchestrator.git import git
 from orchestrator.settings import SOURCES
+from orchestrator.terminal import warn
 
 _SOURCES = ("nsa_core", "jobs")
 _COMMIT = re.compile(r"[ -~]{1,64}")
@@ -58,12 +59,16 @@ def git_state(root: Path = SOURCES) -> GitState:
     beside = os.environ.get("NSA_CHECKOUT")
     if beside and Path(beside) != root and code_hash(Path(beside)) == code_hash(root):
         return git_state(Path(beside))
-    top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root.resolve():
+    found = git(root, "rev-parse", "--show-toplevel", "HEAD")
+    top, _, commit = os.fsdecode(found.stdout).strip().rpartition("\n")
+    if found.returncode or Path(top).resolve() != root.resolve():
+        if (root / ".git").exists():  # git refuses another user's checkout: runs were stored without commit or word
+            why = os.fsdecode(found.stderr).partition("\n")[0] or f"its repository is that of {top}"
+            warn(f"warning: {root}: its commit is unknown ({why}), and no GO rests on such a run; set NSA_GIT_COMMIT")
         return GitState()
-    commit, changes = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain")
+    changes = _git(root, "status", "--porcelain")
     branch = _as_text(_git(root, "branch", "--show-current"))
-    return GitState(commit or None, branch, None if changes is None else bool(changes))
+    return GitState(commit, branch, None if changes is None else bool(changes))
 
 
 def code_hash(root: Path = SOURCES) -> str:

@@ -269,6 +269,8 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     for row in rows:
         commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
         foreign = "" if not commit or in_history(commit) else f"commit {commit} is not in this history"
+        if not commit and (SOURCES / ".git").exists():  # without, as where it is installed, no commit is known
+            foreign = "its commit is unknown"
         if commit and row["git_dirty"]:
             commit += " (uncommitted changes)"
             foreign = "it ran with uncommitted changes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,3 +39,15 @@ def test_a_hook_of_another_repository_changes_no_commit(
 def test_a_job_is_not_told_that_sources_of_unknown_state_are_clean() -> None:
     assert GitState("c0ffee").variables == {"NSA_GIT_COMMIT": "c0ffee"}
     assert GitState("c0ffee", dirty=False).variables["NSA_GIT_DIRTY"] == "0"
+
+
+def test_a_checkout_that_git_refuses_is_told_by_its_first_line(
+    repositories: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, _ = repositories
+    shutil.rmtree(ours / ".git")
+    assert git_state(ours) == GitState()
+    assert capsys.readouterr().err == "", "an installed package has no repository"
+    (ours / ".git").write_text("gitdir: gone")
+    assert git_state(ours) == GitState()
+    assert re.match(r"warning: .*ours: its commit is unknown \(fatal: not a git .*set NSA_", capsys.readouterr().err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sqlalchemy import text
 from jobs.schema.axes import Axis
 from jobs.schema.states import PointState, Result, RunState
 from jobs.schema.training_plan import MODE_AXES
+from orchestrator.judge import evidence
 from orchestrator.judge.decisions import answers, query
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
@@ -51,7 +53,7 @@ class Job:
     name: str
     kind: str
     points: list[Made]
-    commit: str = "c" * 40
+    commit: str | None = "c" * 40
     dirty: bool = False
     day: int = 0
     state: RunState = RunState.DONE
@@ -285,6 +287,19 @@ def test_a_mutation_has_the_verdict_of_a_careful_engineer(sqlite_store: Store, w
     verdict = judged(sqlite_store, jobs)
     assert (by_rule(verdict)[rule].result, by_rule(verdict)[rule].reason) == (result, by_rule(verdict)[rule].reason)
     assert verdict.result is not GO or result is GO
+
+
+def test_a_run_of_unknown_commit_is_doubtful_where_there_is_a_history(
+    sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "SOURCES", tmp_path)
+    jobs = good()
+    run("learns-m7c", commit=None)(jobs)
+    assert by_rule(judged(sqlite_store, jobs))["learns"].result is GO, "as of an installed package"
+    (tmp_path / ".git").mkdir()
+    doubted = by_rule(judged(sqlite_store, jobs))["learns"]
+    assert doubted.result is UNKNOWN
+    assert "doubtful: its commit is unknown" in doubted.reason
 
 
 def test_one_query_finds_each_figure_of_the_sentence(sqlite_store: Store) -> None:
