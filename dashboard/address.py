@@ -25,6 +25,16 @@ class Binding(TypedDict):
     on_change: Callable[[], None]
 
 
+def known_values(name: str, options: Sequence[str], empty: str = "") -> list[str]:
+    """The values of the address that are options; others (but for `empty`) are removed from it, with a word."""
+    requested = dict.fromkeys(st.query_params.get_all(name))
+    known = [value for value in requested if value in options]
+    if unknown := [parts.code(f"{name}={value}") for value in requested if value not in (*options, empty)]:
+        st.toast(f"Unknown in the address, ignored: {', '.join(unknown)}", icon=":material/link_off:")
+        st.query_params[name] = known
+    return known
+
+
 def bound(name: str, options: Sequence[str], default: Sequence[str], empty: str = ALL) -> Binding:
     """Binding of a control with several values, which are those of the address, or the default; this is left out.
 
@@ -34,10 +44,7 @@ def bound(name: str, options: Sequence[str], default: Sequence[str], empty: str 
         empty: the word in the address for no value, where the default has some.
     """
     requested = st.query_params.get_all(name)
-    known = [value for value in dict.fromkeys(requested) if value in options]
-    if unknown := [parts.code(f"{name}={value}") for value in requested if value not in options and value != empty]:
-        st.toast(f"Unknown in the address, ignored: {', '.join(unknown)}", icon=":material/link_off:")
-        st.query_params[name] = known
+    known = known_values(name, options, empty)
     key = f"address-{name}"
     st.session_state[key] = known if known or requested == [empty] else list(default)
 

@@ -9,6 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, help_pages, parts
+from dashboard.address import known_values
 from jobs.schema.quantities import Better, Quantity
 from jobs.schema.states import Origin
 from orchestrator.report.compare import Change, Compared, Comparison, coordinates, summary, word
@@ -35,10 +36,13 @@ def page() -> None:
     ids = runs["run_id"].tolist()
     newest = runs.iloc[0]
     alike = [row["run_id"] for row in runs.to_dict("records")[1:] if row["name"] == newest["name"]]
+    known_values("before", ids)
+    known_values("after", ids)
     left, middle, right = st.columns([3, 3, 2])
     before = left.selectbox("Before", ids, index=ids.index(alike[0]) if alike else 1, key="before", bind="query-params")
     after = middle.selectbox("After", ids, index=0, key="after", bind="query-params")
     metrics = data.quantities(store, [before]).names() if before else []
+    known_values("metric", metrics)
     usual = metrics.index("time") if "time" in metrics else 0
     metric = right.selectbox("Quantity", metrics, index=usual, key="metric", bind="query-params")
     if not (before and after and metric):

@@ -218,6 +218,10 @@ def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str)
     assert "24 cells: 2 ambiguous, 22 lacking" in text(app)
     assert _domain(app) == [1.1, 0.9], "of time, more is red"
     assert _domain(show("compare", metric="throughput")) == [0.9, 1.1]
+    app = show("compare", before="gone", after=RUN, metric="tiem")
+    assert [box.value for box in app.selectbox] == [RUN, RUN, "time"]
+    told = [each.value for each in app.toast]
+    assert told == [f"Unknown in the address, ignored: `{each}`" for each in ("before=gone", "metric=tiem")]
 
 
 def _domain(app: AppTest) -> list[float]:
