@@ -33,6 +33,7 @@ from orchestrator.execute.ray_folder import folder_of_a_new_cluster, local_addre
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _READY_S = 90.0
 _STOP_S = 40.0
 
@@ -161,7 +162,7 @@ def _get(url: str) -> tuple[int, bytes]:
     """Status and beginning of the answer at `url`; 0 if no HTTP server answers."""
     try:
         # A host with http_proxy and no no_proxy asked the proxy for its own loopback: `nsa up` waited in vain.
-        local = urlsplit(url).hostname in (LOOPBACK, "localhost", "::1")
+        local = urlsplit(url).hostname in LOOPBACKS
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))
         with opener.open(url, timeout=2) as answer:
             return answer.status, answer.read(4096)

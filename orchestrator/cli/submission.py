@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 from orchestrator.cli import console
-from orchestrator.cli.services import asks_for_token, local_services
+from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect
@@ -284,6 +286,10 @@ def _check_ray(settings: Settings) -> None:
             f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: no Ray cluster answers there; start one with `nsa up`, "
             "or run without one: python -m jobs SPEC --local"
         )
+    host = urlsplit(settings.ray_dashboard).hostname or ""
+    if host in LOOPBACKS and not proxy_bypass(host):  # Ray's client would ask http_proxy for this host's own cluster
+        told = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{told},{host}" if told else host
 
 
 def _client(settings: Settings) -> JobSubmissionClient:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
+from types import SimpleNamespace
 
 import pytest
 from nsa_command import Nsa
@@ -51,6 +53,15 @@ def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytes
             assert "\n" not in str(caught.value)
         server.shutdown()
         thread.join()
+
+
+def test_rays_client_asks_loopback_without_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setattr(submission, "local_services", lambda _: [SimpleNamespace(healthy=True)])
+    with pytest.raises(SubmissionError, match="cannot list the nodes"):
+        submission.cluster_nodes(Settings(ray_dashboard="http://127.0.0.1:1"))
+    assert os.environ["no_proxy"] == "example.org,127.0.0.1"
 
 
 @pytest.mark.parametrize("options", [(), ("--retry-failed",)])
