@@ -89,7 +89,7 @@ def estimate_attention(
         InputError: `predicts` is false for the implementation.
     """
     heads = query_heads, kv_heads, head_dim
-    trace = partial(_attention, config, implementation, heads, dtype, backward, device)
+    trace = partial(_attention, config, implementation, heads, dtype, backward, device, _threads(device))
     return _along_tokens(trace, implementation, batch, seq_len)
 
 
@@ -125,8 +125,14 @@ def estimate_model(
         raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
     dense = implementation == "dense"
     config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
-    trace = partial(_model, config, implementation, dtype, backward, optimizer is not None, device, autocast)
+    trace = partial(
+        _model, config, implementation, dtype, backward, optimizer is not None, device, _threads(device), autocast
+    )
     return _along_tokens(trace, implementation, batch, seq_len)
+
+
+def _threads(device: torch.device) -> int:
+    return torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def _unpredicted(implementation: str) -> str | None:
@@ -157,7 +163,7 @@ def _along_tokens(
 @lru_cache(maxsize=1024)
 def _attention(
     config: NSAConfig, implementation: str, heads: tuple[int, int, int], dtype: torch.dtype, backward: bool,
-    device: torch.device, batch: int, seq_len: int,
+    device: torch.device, threads: int, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
     (query_heads, kv_heads, dim), log = heads, Allocations(device)
 
@@ -167,7 +173,7 @@ def _attention(
     with on_device(device, implementation, backward):
         q, k, v, gates = leaf(query_heads, dim), leaf(kv_heads, dim), leaf(kv_heads, dim), leaf(query_heads, 3)
         inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
-        with DeviceFunctions(device), log:
+        with DeviceFunctions(threads), log:
             if implementation == "dense":
                 out = dense_attention(q, k, v)
             else:
@@ -181,10 +187,10 @@ def _attention(
 @lru_cache(maxsize=1024)
 def _model(
     config: ModelConfig, implementation: str, dtype: torch.dtype, backward: bool, optimizer: bool, device: torch.device,
-    autocast: torch.dtype | None, batch: int, seq_len: int,
+    threads: int, autocast: torch.dtype | None, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
     """Trace of a model of two layers at most; the last one stands for all further ones."""
-    log, functions, repeats = Allocations(device), DeviceFunctions(device), max(1, config.layers - 1)
+    log, functions, repeats = Allocations(device), DeviceFunctions(threads), max(1, config.layers - 1)
     with torch.inference_mode(False), torch.device("meta"):
         model = NSATransformer(replace(config, layers=min(config.layers, 2))).to(dtype)
         tokens = torch.empty(batch, seq_len, dtype=torch.int64)

@@ -110,16 +110,19 @@ class DeviceFunctions(TorchFunctionMode):
     Autocast has no part in meta tensors: the CPU's stands for any device's. RMSNorm is fused on a GPU. Fused attention
     allocates where nobody sees it.
 
+    Args:
+        threads: of a CPU, each of which has a tile of fused attention; 0: a GPU.
+
     Attributes:
         casts: weights cast by autocast, which keeps them until its end.
         keeps_casts: whether it does; a block that is computed anew has an autocast of its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, threads: int) -> None:
         super().__init__()
         self.casts: list[Tensor] = []
         self.keeps_casts = True
-        self._on_cpu = device.type == "cpu"
+        self._threads = threads
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
@@ -132,12 +135,12 @@ class DeviceFunctions(TorchFunctionMode):
             if self.keeps_casts:
                 self.casts += [y for x, y in zip(args[1:], cast[1:], strict=True) if y is not None and x.is_leaf]
             return func(*cast)
-        if func is rms_norm and not self._on_cpu:
+        if func is rms_norm and not self._threads:
             return _FusedNorm.apply(args[0], kwargs["weight"])
         if func is torch._fused_sdp_choice:  # pyright: ignore[reportPrivateImportUsage]
             return SDPBackend.FLASH_ATTENTION.value
         if func is scaled_dot_product_attention:
-            return _FlashAttention.apply(*args, self._on_cpu)
+            return _FlashAttention.apply(*args, self._threads)
         return func(*args, **kwargs)
 
 
@@ -157,21 +160,21 @@ class _FlashAttention(torch.autograd.Function):
     """The flash kernels of scaled_dot_product_attention, for q [B,Hq,S,D] and k, v [B,Hkv,S,D]: only lse is kept."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, on_cpu: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, threads: int) -> Tensor:
         out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
-        ctx.on_cpu = on_cpu
+        ctx.threads = threads
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        if on_cpu:
+        if threads:
             rows, keys = _cpu_tile(q.shape[2])
-            q.new_empty(torch.get_num_threads(), rows, keys + 2 + q.shape[3], dtype=torch.float32)
+            q.new_empty(threads, rows, keys + 2 + q.shape[3], dtype=torch.float32)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, _, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        if ctx.on_cpu:
-            work = [q.new_empty(torch.get_num_threads(), 2, *_cpu_tile(q.shape[2]), dtype=torch.float32)]
+        if ctx.threads:
+            work = [q.new_empty(ctx.threads, 2, *_cpu_tile(q.shape[2]), dtype=torch.float32)]
         else:  # dq is summed in float32, and dk, dv for every query head before they are for the group
             work = [torch.empty_like(q, dtype=torch.float32), torch.empty_like(lse)]
             work += [torch.empty_like(q) for _ in range(2 * (q.shape[1] != k.shape[1]))]
