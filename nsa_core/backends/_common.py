@@ -55,30 +55,36 @@ def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
         int32 [X,C,slc_count], ascending, padded with -1.
     """
     blocks = scores.shape[-1]
-    index = torch.arange(blocks, device=scores.device)
-    own = (positions // config.slc_block).unsqueeze(-1)
-    forced = (index < config.init_blocks) | (index > own - config.local_blocks)
-    ranked = scores.masked_fill(forced, torch.inf).masked_fill_(index > own, -1.0)
+    rank = ranked(scores, positions, config)
     count = min(config.slc_count, blocks)
-    best = _top_sorted(ranked, count) if scores.dtype == torch.float64 else _top_keyed(ranked, index, count)
+    best = _top_sorted(rank, count) if scores.dtype == torch.float64 else _top_keyed(rank, count)
     chosen = best.sort(-1).values
     chosen = chosen.masked_fill_(chosen == _INDEX, -1).int()
     return pad(chosen, (0, config.slc_count - count), value=-1)
 
 
-def _top_keyed(ranked: Tensor, index: Tensor, count: int) -> Tensor:
+def ranked(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
+    """Scores [X,C,blocks] by which `choose` orders: infinite for forced blocks, -1 for those after the query."""
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    own = (positions // config.slc_block).unsqueeze(-1)
+    forced = (index < config.init_blocks) | (index > own - config.local_blocks)
+    return scores.masked_fill(forced, torch.inf).masked_fill_(index > own, -1.0)
+
+
+def _top_keyed(rank: Tensor, count: int) -> Tensor:
     """Indices of the `count` best float32 scores, _INDEX in place of scores below 0.
 
     The bits of floats >= 0 ascend as the floats do, so that one integer of score bits and inverted index orders fully.
     """
-    keys = (ranked.view(torch.int32).long() << 32) | (_INDEX - index)
+    index = torch.arange(rank.shape[-1], device=rank.device)
+    keys = (rank.view(torch.int32).long() << 32) | (_INDEX - index)
     best = keys.topk(count, dim=-1, sorted=False).values
     return (_INDEX - (best & _INDEX)).masked_fill_(best < 0, _INDEX)
 
 
-def _top_sorted(ranked: Tensor, count: int) -> Tensor:
+def _top_sorted(rank: Tensor, count: int) -> Tensor:
     """Indices as `_top_keyed`, for float64, whose bits leave no room for an index."""
-    values, order = ranked.sort(dim=-1, descending=True, stable=True)
+    values, order = rank.sort(dim=-1, descending=True, stable=True)
     return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)
 
 

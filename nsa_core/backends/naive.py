@@ -35,13 +35,21 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
 
 def best_blocks(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Blocks as `select` gives them, for callers that note the route themselves."""
-    with torch.no_grad():
-        visible = _visible_compressed(q, k_cmp, config, offset)
-        p = _probabilities(wide(q), wide(k_cmp), visible, scale)
-        grouped = p.unflatten(1, (k_cmp.shape[2], -1)).transpose(2, 3).flatten(0, 1)  # [B·Hkv,S,G,Nc]
-        scores = _common.importance(grouped, config.slc_blocks(offset + q.shape[1]), config)
-        chosen = _common.choose(scores, positions(q, offset), config)
+    chosen = _common.choose(_scores(q, k_cmp, config, offset, scale), positions(q, offset), config)
     return chosen.unflatten(0, (q.shape[0], -1)).transpose(1, 2).contiguous()
+
+
+def block_ranks(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """Scores [B·Hkv,S,blocks] by which blocks are selected: infinite for forced ones, -1 for those after the query."""
+    return _common.ranked(_scores(q, k_cmp, config, offset, scale), positions(q, offset), config)
+
+
+@torch.no_grad()
+def _scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    visible = _visible_compressed(q, k_cmp, config, offset)
+    p = _probabilities(wide(q), wide(k_cmp), visible, scale)
+    grouped = p.unflatten(1, (k_cmp.shape[2], -1)).transpose(2, 3).flatten(0, 1)  # [B·Hkv,S,G,Nc]
+    return _common.importance(grouped, config.slc_blocks(offset + q.shape[1]), config)
 
 
 def selected(

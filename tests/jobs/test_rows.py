@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from travelling import CPU, H200, HEADS, NSA, QUICK, measured, values_of
 
-from jobs.measure import check
+from jobs.measure import check, rows
 from jobs.measure.check import WrongResult
 from jobs.measure.operator import lowest_ms
 from jobs.scaling import Spec
@@ -132,3 +133,21 @@ def test_a_card_needs_a_least_time() -> None:
     assert 3 * dense == pytest.approx(both[1]) == pytest.approx(12e3 * 32 * 128 * 65536**2 / 2 / 989.4e12, rel=0.01)
     assert 5 < both[0] < 18.5, "42 ms are measured"
     assert 3 * triton == pytest.approx(both[0])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "alike"),
+    [
+        ([0, 2, 5, -1], True),
+        ([0, 3, 5, -1], True),  # ranks 0.5 and 0.4999
+        ([0, 1, 5, -1], False),  # ranks 0.5 and 0.4
+        ([2, 3, 5, -1], False),  # without a forced block
+        ([0, 2, 6, -1], False),  # after the query
+        ([0, 2, 2, 5], False),
+        ([0, 5, 2, -1], False),
+        ([0, 5, -1, -1], False),
+    ],
+)
+def test_a_choice_may_differ_from_the_best_where_ranks_are_tied(chosen: list[int], alike: bool) -> None:
+    ranks = [math.inf, 0.4, 0.5, 0.4999, 0.1, math.inf, -1.0]
+    assert rows.chooses_alike(chosen, [0, 2, 5, -1], ranks) is alike

@@ -73,7 +73,7 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "expected"), CHOICES, ids=str)
+@pytest.mark.parametrize(("given", "expected"), CHOICES, ids=[str(given) for given, _ in CHOICES])
 def test_each_call_takes_the_kernels_that_are_for_it(monkeypatch, given, expected):
     assert ALL & started(monkeypatch, **given) == expected
 
