@@ -244,3 +244,10 @@ def _states(url: str, state: str) -> list[str]:
             return list(queries.runs(store, state=state)["run_id"])
     except StoreError:
         return []
+
+
+def test_a_job_that_holds_the_cores_of_its_points_is_refused(cluster: Cluster, home: Path) -> None:
+    options = ("--entrypoint-num-cpus", "1")
+    command = _submit(cluster, home, DRILL, *settings("[ok]", "resources.num_cpus=2"), options=options)
+    done = subprocess.run(command, cwd=ROOT, env=cluster.env(home), capture_output=True, text=True, timeout=200)
+    assert "entrypoint: this job itself holds 1 CPU" in done.stdout
