@@ -10,6 +10,7 @@ from typing import Any
 import pynvml
 
 # Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
+_UUID = len("GPU-00000000-0000-0000-0000-000000000000")
 POWER_CAP = 0x4
 THROTTLES = {
     POWER_CAP: "software power cap",
@@ -47,10 +48,15 @@ def session() -> Iterator[None]:
 
 
 def handle(gpu_id: str) -> Any:
-    """NVML handle of a GPU, given by its index ("0") or UUID ("GPU-..."). Raises NvmlError."""
+    """NVML handle of a GPU, given by its index ("0"), UUID ("GPU-...", "MIG-...") or its begin. Raises NvmlError."""
     try:
         if gpu_id.isdigit():
             return pynvml.nvmlDeviceGetHandleByIndex(int(gpu_id))
+        if gpu_id.startswith("GPU-") and len(gpu_id) < _UUID:  # CUDA takes GPU-8932f937, too; NVML does not
+            devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            begin = [device for device in devices if pynvml.nvmlDeviceGetUUID(device).startswith(gpu_id)]
+            if len(begin) == 1:
+                return begin[0]
         return pynvml.nvmlDeviceGetHandleByUUID(gpu_id)
     except pynvml.NVMLError as err:
         raise NvmlError(f"NVML knows no GPU {gpu_id!r} ({err})") from None

@@ -82,23 +82,47 @@ def supervise(
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
                 yield assignment.warning(obstacle)
-            try:
-                child = slot.child(assignment.point)
-            except OSError as err:
-                reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
-                yield _outcome(assignment, PointState.ERROR, reason)
-                continue
-            with ArtifactCopies(assignment, conditions.store) as copies:
-                attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
-                outcome = yield from attempt.follow(stopped)
-                if outcome is None:
-                    return
-                yield outcome
-                yield from copies.rest(attempt.files, stopped)
+            outcome = yield from _measured(slot, assignment, conditions, cluster, stopped, again=True)
+            if outcome is None:
+                return
             if not (conditions.warm and outcome.state is PointState.OK) and (obstacle := slot.clear()):
                 yield assignment.warning(obstacle)
     finally:
         slot.clear()
+
+
+def _measured(
+    slot: _Slot,
+    assignment: Assignment,
+    conditions: Conditions,
+    cluster: Cluster | None,
+    stopped: Callable[[], bool],
+    *,
+    again: bool,
+) -> Generator[Update, None, OutcomeRecord | None]:
+    """Measure a point in the slot's process; returns its outcome, None if stopped before."""
+    used = slot.used
+    try:
+        child = slot.child(assignment.point)
+    except OSError as err:
+        reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
+        outcome = _outcome(assignment, PointState.ERROR, reason)
+        yield outcome
+        return outcome
+    with ArtifactCopies(assignment, conditions.store) as copies:
+        attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
+        outcome = yield from attempt.follow(stopped)
+        if outcome is None:
+            return None
+        # What earlier points left in a process, fragmented, can be what did not fit.
+        if not (again and used and outcome.state is PointState.OOM):
+            yield outcome
+            yield from copies.rest(attempt.files, stopped)
+            return outcome
+    yield assignment.warning(f"measured again in a fresh process, as a used one ran out of memory: {outcome.reason}")
+    if obstacle := slot.clear():
+        yield assignment.warning(obstacle)
+    return (yield from _measured(slot, assignment, conditions, cluster, stopped, again=False))
 
 
 class _Slot:
@@ -110,6 +134,11 @@ class _Slot:
         self._child: Child | None = None
         self.environment: tuple[Mapping[str, str], str | None] = ({}, None)  # the process's variables and interpreter
         self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)
+
+    @property
+    def used(self) -> bool:
+        """Whether the next point gets a process that has measured others."""
+        return self._child is not None and self._child.alive()
 
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""

@@ -40,6 +40,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetHandleByIndex": lambda index: f"handle{index}",
         "nvmlDeviceGetHandleByUUID": lambda uuid: f"handle of {uuid}",
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-1234{handle}",
         "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=80),
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
         "nvmlDeviceGetPowerUsage": lambda _: 350_000,
@@ -52,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, name, answer)
 
 
-@pytest.mark.parametrize("gpu", ["0", "GPU-1234"])
+@pytest.mark.parametrize("gpu", ["0", "GPU-1234h", "GPU-12345678-1234-1234-1234-123456789abc", "MIG-1"])
 def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) -> None:
     telemetry = Telemetry([gpu], period_s=0.01)
     telemetry.start()
@@ -68,6 +70,12 @@ def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) ->
     assert len(found["gpu_utilization"].samples) >= 2
     assert "software power cap" in summary.text
     assert "3 7" in summary.text
+
+
+@pytest.mark.usefixtures("driver")
+def test_the_begin_of_an_id_names_a_card_if_it_is_that_of_one() -> None:
+    assert nvml.handle("GPU-1234handle1") == "handle1"
+    assert nvml.handle("GPU-1234") == "handle of GPU-1234", "of two: the driver refuses it"
 
 
 @pytest.mark.parametrize(("limit", "throttled"), [(700_000, 0), (500_000, 100)])

@@ -146,6 +146,16 @@ def test_a_warm_child_serves_until_a_point_is_not_ok(measure) -> None:
     assert [end.files.get("stdout.txt") for end in ends[:2]] == ["a\n", "b\n"]  # each point's own output
 
 
+def test_a_used_child_without_room_hands_its_point_to_a_fresh_one(measure) -> None:
+    fits_alone = "import builtins\nif hasattr(builtins, 'used'): raise MemoryError('2 GiB of 3 GiB reserved are free')"
+    codes = ["import builtins\nbuiltins.used = True", fits_alone, "raise MemoryError('never fits')"]
+    updates = measure(*codes, conditions=dataclasses.replace(PATIENT, warm=True))
+    assert states(updates) == ["ok", "ok", "oom"]
+    warnings = [str(update) for update in updates if "measured again in a fresh process" in str(update)]
+    assert len(warnings) == 2
+    assert "2 GiB of 3 GiB reserved are free" in warnings[0]
+
+
 def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
     counts = iter([7])
     monkeypatch.setattr("jobs.process.watch.oom_kills", lambda: next(counts, 8))
