@@ -131,7 +131,11 @@ class Plan:
             self._settle(point, state, point.skip_reason, {})
         elif (conclusion := point.conclusion) is not None:
             metrics = tuple(MetricData(**asdict(metric)) for metric in conclusion.metrics)
-            self.records.append(OutcomeRecord(**ids, attempt=attempt, state=PointState.OK, metrics=metrics))
+            machine = self._machines[point.python]  # whose figures it concludes from: rules ask for the card
+            card = {"gpu": {"name": machine.name}} if machine.device == "cuda" else {}
+            self.records.append(
+                OutcomeRecord(**ids, attempt=attempt, state=PointState.OK, metrics=metrics, environment=card)
+            )
             if conclusion.warning:
                 self.records.append(EventRecord(**ids, level="warning", message=conclusion.warning))
             self._settle(point, PointState.OK, None, {metric.name: metric.value for metric in metrics})

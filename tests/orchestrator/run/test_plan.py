@@ -83,6 +83,14 @@ def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> 
     assert todo.failures == 0
 
 
+def test_a_conclusion_is_of_the_card_that_it_concludes_from() -> None:
+    card = {None: Machine("cuda", "NVIDIA H200", 2**37)}
+    *_, conclusion = (
+        each for each in _measure(plan.make_plan(RUN, [_size(0)], card, _further)) if isinstance(each, OutcomeRecord)
+    )
+    assert conclusion.environment == {"gpu": {"name": "NVIDIA H200"}}
+
+
 @pytest.mark.parametrize("most", range(5))
 def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
     journal = _measure(plan.make_plan(RUN, [_size(0)], CPU, _further), most)
