@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._gradients import undifferentiable
 from ._inputs import autocast_dtype, without_autocast
 from .projections import in_compiled_training
 
@@ -57,7 +57,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dx, dweight), (of_x, of_weight) = ctx.saved_tensors, ctx.dtypes
         return (dx * dtotal).to(of_x), (dweight * dtotal).to(of_weight), None, None, None, None

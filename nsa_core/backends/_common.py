@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from .._gradients import undifferentiable
 from ..config import NSAConfig
 
 _INDEX = (1 << 31) - 1  # the lower 32 bits of a key hold _INDEX - index: lower indices make higher keys
@@ -105,7 +105,7 @@ class _Copies(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (rows,) = ctx.saved_tensors
         sums = wide(dout)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .._gradients import undifferentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
 from ..routes import note
@@ -115,7 +115,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, gate, blocks = ctx.saved_tensors
         branch, kv_heads = ctx.branch, k.shape[2]

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
+from .._gradients import undifferentiable
 from .._inputs import positive
 from ..config import NSAConfig, Slots
 from ..routes import Branch
@@ -134,23 +134,10 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @undifferentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = replay.run(_backward, ctx.call, (do.contiguous(), *ctx.saved_tensors))
-        if torch.is_grad_enabled():  # else a penalty on gradients would be dropped without a word
-            grads = _Once.apply(do.new_zeros((), requires_grad=True), *grads)
         return None, None, None, *_needed(ctx.call, grads)
-
-
-class _Once(torch.autograd.Function):
-    """Gradients, which refuse to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError('gradients by the Triton kernels have no second derivative; use backend="chunked"')
 
 
 def _needed(call: Call, grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -166,7 +153,7 @@ class _Compress(torch.autograd.Function):
         return compression.forward(k, v, ctx.call)
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.call), None, None
 

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention
+from nsa_core.loss import head_cross_entropy
 
 NAMES = ("q", "k", "v", "gates", "k_cmp", "v_cmp")
 
@@ -145,3 +146,18 @@ def test_extra_memory_is_linear_when_chunked_and_square_when_naive(make_case, ba
 
     assert 0.7 <= exponent("chunked", 1024, 4096) <= 1.08
     assert exponent("naive", 256, 1024) >= 1.7
+
+
+def test_a_penalty_on_gradients_is_refused(make_case, config):
+    """Not dropped without a word, also where the incoming gradient has no derivative of its own."""
+    case = make_case(96, 4, 2)
+    (dq,) = torch.autograd.grad(nsa_attention(*case.leaves, config).sum(), case.leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_a_penalty_on_the_losss_gradients_is_refused():
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(head_cross_entropy(x, weight, torch.arange(5), 4), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
