@@ -152,7 +152,8 @@ def _flash_attn_4_untraced(
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (left, None), "return_lse": lse}
+    settings: Any = {"softmax_scale": scale, "causal": True, "window_size": (left, None)}
+    settings |= {"return_lse": True} if lse else {}
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if bounds is None:
         return flash_attn_func(q, k, v, **settings)[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -88,9 +89,11 @@ def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
 def _address_in_a_job(dashboard: str) -> str:
     client = JobSubmissionClient(dashboard)
     job = client.submit_job(entrypoint=f"{sys.executable} -c 'import os; print(os.environ[\"RAY_ADDRESS\"])'")
-    while not client.get_job_status(job).is_terminal():
+    lines: list[str] = []
+    while not lines:  # a job may have ended before its log is there
         time.sleep(0.2)
-    return client.get_job_logs(job).splitlines()[-1]
+        lines = re.findall(r"^[\d.]+:\d+$", client.get_job_logs(job), re.MULTILINE)
+    return lines[0]
 
 
 @pytest.mark.parametrize("field", ["ray_dashboard", "dashboard_port"])
