@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -77,7 +78,9 @@ def test_a_run_that_is_measured_is_left_alone_and_one_whose_driver_was_killed_is
         assert run("--resume", run_id) == 2
     assert f"run: {run_id!r}: is being measured by process {first.pid} on " in capsys.readouterr().err
     assert first.poll() is None
-    [*_, child] = descendants(psutil.Process(first.pid), "orchestrator.execute.point:answer")
+    measuring = partial(descendants, psutil.Process(first.pid), "orchestrator.execute.point:answer")
+    wait_for(lambda: bool(measuring()), 60)  # a point is recorded as running before its process begins
+    [*_, child] = measuring()
     first.kill()
     first.wait()
     assert psutil.wait_procs([child], timeout=30)[1] == []
