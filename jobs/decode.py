@@ -116,7 +116,7 @@ class Spec(WorkloadSpec):
             place = {"implementation": implementation, "pass_": "decode", "seq_len": seq_len, "batch": self.batch}
             own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing}
             case = Case(**place, **case_fields(self, machine), **own, model=model)
-            # Of the caches: a key and a value for each token, layer and kv head; for NSA, compressed ones as well.
+            # Caches hold a key and a value for each token, layer and kv head; NSA's also the compressed ones.
             held = seq_len + (0 if dense else model.nsa.cmp_tokens(seq_len))
             row = 2 * model.kv_heads * model.head_dim * case.torch_dtype.itemsize
             needed = self.batch * model.layers * row * held

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def git(folder: Path, *command: str) -> subprocess.CompletedProcess[bytes]:
-    """What git answers in `folder`; where it is missing or takes too long a failure that says so."""
+    """Run git in `folder`; if git is missing or takes too long, return a failure that says so."""
     try:
         environment = {name: value for name, value in os.environ.items() if name not in _of_a_repository()}
         return subprocess.run(["git", "-C", str(folder), *command], capture_output=True, timeout=30, env=environment)

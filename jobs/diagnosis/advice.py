@@ -68,7 +68,7 @@ def _variables(found: Diagnosis) -> Iterator[Advice]:
 
 
 def _ranks(found: Diagnosis) -> Iterator[Advice]:
-    """What makes ranks differ."""
+    """Advice on ranks that differ from each other."""
     if len({tuple(sorted(rank.versions.items())) for rank in found.ranks}) > 1:
         yield Advice("the ranks have different versions of their packages", "install the same on every node")
     if len({tuple(sorted(rank.route.items())) for rank in found.ranks}) > 1:

@@ -1,4 +1,4 @@
-"""What backends in plain PyTorch share: the selection of blocks, copies of keys, gates, positions.
+"""Shared parts of the backends in plain PyTorch: the selection of blocks, copies of keys, gates, positions.
 
 The selection's sums run in a fixed order, head after head and token after token, so that equal importance gives equal
 bits; ties go to the lower index. So it does not depend on the chunking, the device or the backend.

@@ -62,7 +62,7 @@ class RayExecutor:
         self._cluster: Cluster | None = None  # for points of several ranks
         self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
-        # What the tasks ask Ray for is narrower than the spec once a card was probed.
+        # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
 
     def _check_beside(self, node: str, held: Mapping[str, float]) -> None:

@@ -114,7 +114,7 @@ def _measured(
         outcome = yield from attempt.follow(stopped)
         if outcome is None:
             return None
-        # What earlier points left in a process, fragmented, can be what did not fit.
+        # Earlier points may have left the process's memory fragmented.
         if not (again and used and outcome.state is PointState.OOM):
             yield outcome
             yield from copies.rest(attempt.files, stopped)

@@ -110,7 +110,7 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
 
 
 class _Calls:
-    """What a template can call. `out`: the file that it becomes, if any."""
+    """Functions that a template can call. `out`: the file that it becomes, if any."""
 
     def __init__(self, evidence: Evidence, html: bool, markdown: bool, out: Path | None) -> None:
         self._evidence, self._store = evidence, evidence.store

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """What ranks tell each other on the host, beside the collectives of the training. Made and used by all together."""
+    """Exchanges between ranks on the host, beside the collectives of training; all ranks make and use it together."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank = rank
