@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from jobs.schema.plain_text import in_a_line, shown
+from jobs.specs.user_files import open_regular
 
 
 class YamlError(ValueError):
@@ -57,10 +58,9 @@ def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
         YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
     """
     name = shown(str(path))
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise YamlError(f"{field}: {name} is no file; give the path of a YAML file")
     try:
-        data = read_yaml(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            data = read_yaml(file.read().decode())
     except OSError as err:
         raise YamlError(f"{field}: {name} cannot be read ({err.strerror}); give the path of a YAML file") from None
     except AmbiguousError:

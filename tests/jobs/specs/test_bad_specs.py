@@ -112,7 +112,9 @@ def test_what_is_not_read_is_told_in_a_line(tmp_path: Path, text: str, line: str
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
 def test_a_spec_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "x.yaml")
-    with pytest.raises(SpecError, match=r"^spec: '.*x\.yaml' is no file; give the path of a YAML file$"):
+    with pytest.raises(
+        SpecError, match=r"^spec: '.*x\.yaml' cannot be read \(is not a regular file\); give the path of a YAML file$"
+    ):
         load_spec(tmp_path / "x.yaml")
 
 
