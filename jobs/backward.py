@@ -44,10 +44,10 @@ from jobs.specs.fields import (
     Lengths,
     Unique,
     computes,
-    implementation_names,
+    names_among,
     preset_among,
 )
-from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable, window_reasons
+from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
@@ -143,7 +143,7 @@ class Spec(JobSpec):
 
     kind: Literal["backward"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     cases: Annotated[list[CaseSpec], Field(min_length=1)]
-    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names(*WINDOW_ALONE)]
+    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]
     batch: Count = 1
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
@@ -200,9 +200,8 @@ class Spec(JobSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of every case, smallest sizes first, but for branches that an implementation does not compute."""
-        alone = window_reasons(machine, self.precision)
         for case in self.cases:
-            refuse_unusable(self.implementations, machine, self.precision, MODELS[case.preset], alone)
+            refuse_unusable(self.implementations, machine, self.precision, MODELS[case.preset], WINDOW_ALONE)
         if self.bisect:
             return self.next_points(machine, ())
         return [

@@ -19,8 +19,8 @@ from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
-from jobs.specs.fields import WINDOW_ALONE, BareNSA, Count, HeadsSpec, Passes, Unique, computes, implementation_names
-from jobs.specs.fit import refuse_unusable, window_reasons
+from jobs.specs.fields import WINDOW_ALONE, BareNSA, Count, HeadsSpec, Passes, Unique, computes, names_among
+from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
@@ -44,7 +44,7 @@ class Spec(SweepSpec):
     """Lengths x branches x passes x backends."""
 
     kind: Literal["branches"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    backends: Annotated[list[str], Field(min_length=1), Unique, implementation_names(*WINDOW_ALONE)]
+    backends: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]
     branches: Annotated[list[Literal["cmp", "slc", "win", "all"]], Field(min_length=1), Unique] = Field(
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )
@@ -63,9 +63,9 @@ class Spec(SweepSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the grid, shortest lengths first, but for branches that a backend does not compute."""
-        heads, alone = self.shape, window_reasons(machine, self.dtype)
+        heads = self.shape
         model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
-        refuse_unusable(self.backends, machine, self.dtype, model, alone, "backends")
+        refuse_unusable(self.backends, machine, self.dtype, model, WINDOW_ALONE, "backends")
         sweep = Sweep(self, machine, Case, model, self.batch)
         points = []
         for seq_len, branch, pass_, backend in product(sorted(self.lengths), self.branches, self.passes, self.backends):

@@ -23,7 +23,7 @@ from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.specs.fields import HeadsSpec, Layers, Unique, implementation_names
+from jobs.specs.fields import HeadsSpec, Layers, Unique, names_among
 from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core import NSAConfig, compress, nsa_attention
@@ -91,7 +91,7 @@ class Spec(WorkloadSpec):
     workload: Literal["attention", "model"] = Field(
         default="attention", description="attention: rotation, caches and attention of all layers; model: all of a step"
     )
-    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names(DENSE)]
+    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", DENSE)]
     layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
     shape: HeadsSpec | None = Field(default=None, description="instead of a preset, for workload attention")
 
@@ -105,7 +105,7 @@ class Spec(WorkloadSpec):
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points, shortest contexts first."""
         base, points = self.model_of(self.layers), []
-        refuse_unusable(self.implementations, machine, self.dtype, base, {DENSE: None})
+        refuse_unusable(self.implementations, machine, self.dtype, base, (DENSE,))
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             dense = implementation == DENSE
             model = replace(base, **({"attention": DENSE} if dense else {"backend": implementation}))

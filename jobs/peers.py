@@ -25,7 +25,7 @@ from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
-from jobs.specs.fields import DENSE_KERNELS, Unique, implementation_names, names_among
+from jobs.specs.fields import DENSE_KERNELS, Unique, names_among
 from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError
@@ -101,8 +101,8 @@ class Spec(LayoutsSpec):
     """Head layouts x lengths x passes x peers, and implementations of this project beside them."""
 
     kind: Literal["peers"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    peers: Annotated[list[str], Field(min_length=1), Unique, names_among(peer_names, "peer")]
-    implementations: Annotated[list[str], Unique, implementation_names(*DENSE_KERNELS)] = Field(
+    peers: Annotated[list[str], Field(min_length=1), Unique, names_among("peer", known=peer_names)]
+    implementations: Annotated[list[str], Unique, names_among("implementation", *DENSE_KERNELS)] = Field(
         default=[], description="of this project, measured beside them as in kind bench"
     )
     window_kernel: Literal["auto", "flash-attn-4", "flash-attn-2", "torch-varlen", "torch-fixed"] = Field(

@@ -32,10 +32,9 @@ from jobs.process.messages import Measured, MeasurePoint
 from jobs.process.reporter import ProcessReporter
 from jobs.process.watch import DeadlineWatch
 from jobs.process.worker import Channel
-from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, reporter
+from jobs.schema.point import STARTING, Beat, EndedPoint, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from jobs.schema.states import PointState
-from jobs.specs.fields import torch_dtype
 from jobs.specs.spec import Strict, env_text
 from nsa_core.model import NSATransformer
 
@@ -112,14 +111,16 @@ class Spec(PassSpec):
             raise ValueError("python: null, the orchestrator's own interpreter, must be the first; put it first")
         return self
 
-    def all_points(self, machines: Mapping[str | None, Machine]) -> list[Point]:
+    def all_points(
+        self, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint] | None = None
+    ) -> list[Point]:
         """Points of every toolchain but the first, each of which runs both.
 
         The point's own process has the first interpreter, and the processes that it starts have the environments.
         """
         first = Toolchain(self.python[0], self.env[0])
         found = []
-        for point in super().all_points(machines):
+        for point in super().all_points(machines, ended):
             other = Toolchain(point.python, point.env)
             if other != first:
                 versions = dict(machines[other.python].fingerprint)
@@ -129,7 +130,7 @@ class Spec(PassSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """As PassSpec.pass_points."""
-        outputs = self.tolerance.outputs or CEILING[torch_dtype(self.precision)]
+        outputs = self.tolerance.outputs or CEILING[getattr(torch, self.precision)]
         tolerance = self.tolerance.model_copy(update={"outputs": outputs})
         return self.pass_points(machine, Case, timing=self.timing, tolerance=tolerance, settings=self.settings)
 

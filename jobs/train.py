@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan
-from jobs.specs.fields import NSA, Count, Preset, Unique, torch_dtype
-from jobs.specs.fit import backend_reasons, case_fields, does_not_fit, heads_of
+from jobs.specs.fields import NSA, Count, Preset, Unique
+from jobs.specs.fit import backend_reasons, case_fields, does_not_fit
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
 from jobs.training.case import Layout, Parallel, TextCase, divided
@@ -28,7 +28,7 @@ from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
 from jobs.training.rank import RankReport, train_rank
-from nsa_core.backends import default
+from nsa_core.backends import Heads, default
 from nsa_core.model import PRESETS
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
@@ -147,7 +147,9 @@ class TrainingSpec(JobSpec):
         Raises:
             SpecError: the backend is unknown or cannot run on this machine, or the vocabulary cannot be told here.
         """
-        reasons = backend_reasons(machine, torch_dtype(self.precision), heads_of(PRESETS[self.preset]))
+        model = PRESETS[self.preset]
+        heads = Heads(model.head_dim, model.heads // model.kv_heads)
+        reasons = backend_reasons(machine, getattr(torch, self.precision), heads)
         reason = (reasons | {"auto": None}).get(self.backend, "there is no such backend")
         if "nsa" in self.attention and reason is not None:
             usable = [name for name, why in reasons.items() if why is None]
@@ -157,7 +159,7 @@ class TrainingSpec(JobSpec):
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
         base, backend = PRESETS[self.preset], self.backend
         if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
-            backend = default(torch.device(machine.device), torch_dtype(self.precision), reasons=reasons)
+            backend = default(torch.device(machine.device), getattr(torch, self.precision), reasons=reasons)
         model = replace(
             base,
             vocab_size=self.data.vocabulary() or base.vocab_size,

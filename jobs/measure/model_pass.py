@@ -16,7 +16,7 @@ from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
 from jobs.specs import fit
-from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, implementation_names
+from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, names_among
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec
 from nsa_core.memory import MemoryEstimate, estimate_model, predicts
@@ -52,7 +52,7 @@ class PresetSpec(JobSpec):
     """The model of a preset under several implementations."""
 
     preset: Preset
-    implementations: Annotated[list[str], Field(min_length=1), Unique, implementation_names("dense")]
+    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", "dense")]
     nsa: NSA | None = Field(default=None, description="None: the preset's")
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
 
@@ -70,7 +70,7 @@ class PresetSpec(JobSpec):
 
     def refuse_unusable(self, machine: Machine) -> None:
         """Raise SpecError if an implementation cannot run on the machine."""
-        fit.refuse_unusable(self.implementations, machine, self.precision, PRESETS[self.preset], {"dense": None})
+        fit.refuse_unusable(self.implementations, machine, self.precision, PRESETS[self.preset], ("dense",))
 
 
 class PassSpec(PresetSpec):

@@ -19,7 +19,7 @@ from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
 from jobs.specs.fields import MOST, NSA, BareNSA, Count, DType, HeadsSpec, Large, Lengths, Passes, Preset, Unique
-from jobs.specs.fit import case_fields, dense_reasons, does_not_fit, refuse_unusable
+from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
@@ -184,8 +184,7 @@ class Sweep:
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
         """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length."""
-        dense = dense_reasons(self.machine, self.spec.dtype, self.model.head_dim)
-        refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, dense)
+        refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, DENSE_KERNELS)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
             case = self.case_of(*coordinates)

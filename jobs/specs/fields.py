@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from jobs.specs.spec import Strict
@@ -16,10 +15,6 @@ from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names, dense
 from nsa_core.model import PRESETS
 
 DType = Literal["float32", "bfloat16", "float16"]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 def _nsa(value: Any) -> Any:
@@ -65,21 +60,16 @@ Preset = Annotated[str, preset_among(PRESETS)]
 Unique = AfterValidator(each_once)
 
 
-def names_among(known: Callable[[], Iterable[str]], what: str) -> AfterValidator:
-    """Check of a list of names."""
+def names_among(what: str, *more: str, known: Callable[[], Iterable[str]] = backend_names) -> AfterValidator:
+    """Check of a list of names: each is `known`, by default as a backend of the sparse operator, or one of `more`."""
 
     def check(names: list[str]) -> list[str]:
         for name in names:
-            if name not in (all_names := list(known())):
+            if name not in (all_names := [*known(), *more]):
                 raise ValueError(f"{name!r} is no {what}; use {', '.join(all_names)}")
         return names
 
     return AfterValidator(check)
-
-
-def implementation_names(*dense: str) -> AfterValidator:
-    """Check of a list of names: each is a backend of the sparse operator or one of `dense`."""
-    return names_among(lambda: (*backend_names(), *dense), "implementation")
 
 
 # Bounds far beyond any machine, so that a typing mistake is refused at once.
@@ -90,7 +80,7 @@ Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
-Implementations = Annotated[list[str], Field(min_length=1), Unique, implementation_names(*DENSE_KERNELS)]
+Implementations = Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *DENSE_KERNELS)]
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from jobs.schema.point import TRITON_PROBLEM, Machine
 from jobs.schema.quantities import readable_bytes
-from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE, torch_dtype
+from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends import Heads, untested
 from nsa_core.backends.dense import Host, unusable
 from nsa_core.backends.triton import too_large, unsupported
 from nsa_core.model import ModelConfig
-
-
-def heads_of(model: ModelConfig) -> Heads:
-    return Heads(model.head_dim, model.heads // model.kv_heads)
 
 
 def backend_reasons(machine: Machine, dtype: torch.dtype, heads: Heads) -> dict[str, str | None]:
@@ -48,19 +44,13 @@ def _host(machine: Machine) -> Host | None:
     return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
 
 
-def window_reasons(machine: Machine, dtype: str) -> dict[str, str | None]:
-    """As backend_reasons, for the backends that compute the window alone."""
-    reasons = available_backends(torch.device(machine.device), torch_dtype(dtype), "win")
-    return {name: reasons[name] for name in WINDOW_ALONE}
-
-
 def dense_reasons(machine: Machine, dtype: str, dim: int) -> dict[str, str | None]:
     """For each dense implementation, the reason why it cannot run on `machine` at head dim `dim`; None if it can."""
-    reasons: dict[str, str | None] = dict.fromkeys(DENSE_KERNELS)
-    if (host := _host(machine)) is not None:
-        kernels = {name: kernel for name, kernel in DENSE_KERNELS.items() if kernel != "auto"}
-        reasons |= {name: unusable(kernel, host, torch_dtype(dtype), dim) for name, kernel in kernels.items()}
-    return reasons
+    host = _host(machine)
+    return {
+        name: None if host is None or kernel == "auto" else unusable(kernel, host, getattr(torch, dtype), dim)
+        for name, kernel in DENSE_KERNELS.items()
+    }
 
 
 def refuse_unusable(
@@ -68,15 +58,19 @@ def refuse_unusable(
     machine: Machine,
     dtype: str,
     model: ModelConfig,
-    also: Mapping[str, str | None],
+    others: Iterable[str],
     field: str = "implementations",
 ) -> None:
     """Raise SpecError for the first name of a spec's field with a reason why it cannot run on `machine`.
 
     Args:
-        also: reasons of names that are no backend of all branches; None: it can.
+        others: the field's further values, which are no backends of all branches: of WINDOW_ALONE or DENSE_KERNELS.
     """
-    reasons = {**backend_reasons(machine, torch_dtype(dtype), heads_of(model)), **also}
+    torch_dtype = getattr(torch, dtype)
+    window = available_backends(torch.device(machine.device), torch_dtype, "win")
+    special = dense_reasons(machine, dtype, model.head_dim) | {name: window[name] for name in WINDOW_ALONE}
+    reasons = backend_reasons(machine, torch_dtype, Heads(model.head_dim, model.heads // model.kv_heads))
+    reasons |= {name: special[name] for name in others}
     for name in names:
         if (reason := reasons[name]) is not None:
             usable = [other for other, against in reasons.items() if against is None]

@@ -17,23 +17,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 import jobs
-from jobs.schema.axes import Axis, check_axes
+from jobs.schema.axes import check_axes
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Case
 from jobs.schema.quantities import check_quantities
-from jobs.specs.spec import JobSpec
+from jobs.specs.spec import JobSpec, SpecError
 
 if TYPE_CHECKING:
     from nsa_core.offers import Offer
 
 
-class KindError(LookupError):
-    """Unknown or unusable kind; the message gives the reason."""
+# This package's modules, each of which may be a kind.
+_OWN = [info.name for info in pkgutil.iter_modules(jobs.__path__) if not info.ispkg and not info.name.startswith("_")]
 
 
 def kinds() -> dict[str, ModuleType]:
     """Modules of all usable job kinds, by name."""
-    modules = {name: importlib.import_module(f"jobs.{name}") for name in _own_modules()}
+    modules = {name: importlib.import_module(f"jobs.{name}") for name in _OWN}
     own = {name: module for name, module in modules.items() if hasattr(module, "Spec")}
     return {offer.name: offer.load() for offer in offered_kinds() if offer.problem is None} | own
 
@@ -42,24 +42,19 @@ def kind_module(name: str) -> ModuleType:
     """Module of a kind.
 
     Raises:
-        KindError: the kind is unknown, or comes from another distribution and cannot be used.
+        SpecError: the kind is unknown, or comes from another distribution and cannot be used.
     """
-    if name in _own_modules():
+    if name in _OWN:
         if hasattr(module := importlib.import_module(f"jobs.{name}"), "Spec"):
             return module
     elif offer := next((offer for offer in offered_kinds() if offer.name == name), None):
         if (problem := offer.problem) is not None:
             by = f"{offer.package} {offer.version}"
-            raise KindError(f"{name!r}, offered by {by}, {problem}; mend or uninstall {offer.package}")
+            raise SpecError(f"kind: {name!r}, offered by {by}, {problem}; mend or uninstall {offer.package}")
         return offer.load()
     # Backends are no kind, but may be taken for one.
     fix = "kind: branches with 'backends: [...]'" if name == "backends" else f"one of {', '.join(sorted(kinds()))}"
-    raise KindError(f"{shown(name)} is no job kind; use {fix}")
-
-
-def own_axes(module: ModuleType) -> tuple[Axis, ...]:
-    """Axes that a kind declares besides the common ones."""
-    return tuple(getattr(module, "AXES", ()))
+    raise SpecError(f"kind: {shown(name)} is no job kind; use {fix}")
 
 
 def offered_kinds() -> list[Offer]:
@@ -77,12 +72,12 @@ def offered_kinds() -> list[Offer]:
             return f"has a Spec whose kind is not Literal[{name!r}]"
         try:
             check_quantities(module.QUANTITIES)
-            check_axes(own_axes(module))
+            check_axes(getattr(module, "AXES", ()))
         except (TypeError, ValueError) as err:
             return f"cannot be used: {err}"
         return None
 
-    return offers("nsa_bench.jobs", dict.fromkeys(_own_modules(), "a module of nsa-bench's own jobs has"), problem)
+    return offers("nsa_bench.jobs", dict.fromkeys(_OWN, "a module of nsa-bench's own jobs has"), problem)
 
 
 def offered_sources(spec: JobSpec) -> dict[str, Path]:
@@ -90,7 +85,7 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
 
     Results depend on them as on this package.
     """
-    kinds = set() if spec.kind in _own_modules() else {spec.kind}
+    kinds = set() if spec.kind in _OWN else {spec.kind}
     names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
     wanted = {"jobs": kinds, "implementations": names, "peers": {*getattr(spec, "peers", ())}}
     files: dict[str, Path] = {}
@@ -103,9 +98,3 @@ def offered_sources(spec: JobSpec) -> dict[str, Path]:
         for folder in map(Path, found.submodule_search_locations or ()):
             files |= {path.relative_to(folder.parent).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     return files
-
-
-def _own_modules() -> list[str]:
-    """Names of this package's modules; each may be a kind."""
-    modules = pkgutil.iter_modules(jobs.__path__)
-    return [info.name for info in modules if not info.ispkg and not info.name.startswith("_")]

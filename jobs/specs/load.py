@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobs.schema.plain_text import shown
-from jobs.specs.kinds import KindError, kind_module, kinds
+from jobs.specs.kinds import kind_module, kinds
 from jobs.specs.spec import JobSpec, SpecError
 from jobs.specs.validation import describe
 from jobs.specs.yaml_text import AmbiguousError, YamlError, read_mapping, read_yaml
@@ -37,10 +37,7 @@ def parse_spec(data: Mapping[str, Any]) -> JobSpec:
         raise SpecError(f"kind: missing; begin the spec with 'kind: ' and one of {', '.join(sorted(kinds()))}")
     if not isinstance(kind, str):
         raise SpecError(f"kind: {shown(kind)} is no job kind; use one of {', '.join(sorted(kinds()))}")
-    try:
-        module = kind_module(kind)
-    except KindError as err:
-        raise SpecError(f"kind: {err}") from None
+    module = kind_module(kind)
     if next(iter(data)) != "kind":
         raise SpecError(f"kind: {kind!r} must be the spec's first key; move it to the top")
     try:

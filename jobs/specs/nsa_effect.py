@@ -65,8 +65,10 @@ def refuse_idle(
     if not sparse:
         reason, otherwise = "changes nothing of dense attention", "add an implementation of NSA"
     else:
-        if not _valid_without(nsa, idle):  # the sizes of others need some of them
-            idle = [name for name in idle if _valid_without(nsa, [name])]
+        try:
+            replace(nsa, **{name: getattr(_USUAL, name) for name in idle})
+        except InputError:  # the sizes of others need some of them
+            return
         if not idle:
             return
         needed, otherwise = ACTS_ON[idle[0]], ""
@@ -80,12 +82,3 @@ def refuse_idle(
     field = f"nsa.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else "nsa: the defaults"
     others = f", {', '.join(idle[1:])} as well" if idle[1:] else ""
     raise ValueError(f"{field}: {reason}; leave it out{others}{otherwise and f', or {otherwise}'}")
-
-
-def _valid_without(nsa: NSAConfig, names: list[str]) -> bool:
-    """Whether the configuration is valid without these fields."""
-    try:
-        replace(nsa, **{name: getattr(_USUAL, name) for name in names})
-    except InputError:
-        return False
-    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path, PurePosixPath
@@ -172,37 +172,32 @@ class JobSpec(Strict):
         """Ranks of a point, which share its resources equally; on a cluster they may run on several nodes."""
         return 1
 
-    def all_points(self, machines: Mapping[str | None, Machine]) -> list[Point]:
-        """Points under every interpreter and environment, in the order to measure them.
+    def all_points(
+        self, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint] | None = None
+    ) -> list[Point]:
+        """`points`, or the `next_points` after those that have `ended`, under every interpreter and environment.
 
-        All points of one interpreter and environment follow each other, so that a warm process serves them all.
+        All points of one interpreter and environment follow each other, so that a warm process serves them all. Labels
+        tell them from the others.
 
         Args:
             machines: the machine as each interpreter of the spec finds it.
         """
-        return [
-            point
-            for python, env in product(self.python, self.env)
-            for point in self._under(self.points(machines[python]), python, env)
-        ]
-
-    def all_next_points(self, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint]) -> list[Point]:
-        """`next_points` under every interpreter and environment."""
         found = []
-        for python, env in product(self.python, self.env):
-            own = [each for each in ended if (each.point.python, each.point.env) == (python, env)]
-            found += self._under(self.next_points(machines[python], own), python, env)
+        for (row, python), (column, env) in product(enumerate(self.python), enumerate(self.env)):
+            text, ending = env_text(env), ""
+            for field, values, name, index in (("python", self.python, python, row), ("env", self.env, text, column)):
+                if name is not None and len(values) > 1:
+                    ending += f" [{name}]" if len(name) <= _READABLE else f" [{field} {index}]"
+            if ended is None:
+                points = self.points(machines[python])
+            else:
+                own = [each for each in ended if (each.point.python, each.point.env) == (python, env)]
+                points = self.next_points(machines[python], own)
+            for point in points:
+                axes = replace(point.axes, env=text, python=python)
+                found.append(replace(point, label=point.label + ending, axes=axes, env=env, python=python))
         return found
-
-    def _under(self, points: Sequence[Point], python: str | None, env: dict[str, str]) -> Iterator[Point]:
-        """The points as they are measured by an interpreter in an environment, which a label tells from the others."""
-        text, ending = env_text(env), ""
-        for field, name, index in (("python", python, self.python.index(python)), ("env", text, self.env.index(env))):
-            if name is not None and len(getattr(self, field)) > 1:
-                ending += f" [{name}]" if len(name) <= _READABLE else f" [{field} {index}]"
-        for point in points:
-            axes = replace(point.axes, env=text, python=python)
-            yield replace(point, label=point.label + ending, axes=axes, env=env, python=python)
 
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:

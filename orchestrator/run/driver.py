@@ -20,7 +20,7 @@ from jobs.schema.axes import check_values
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.quantities import Quantities, Role
 from jobs.schema.states import PointState, RunState
-from jobs.specs.kinds import kind_module, own_axes
+from jobs.specs.kinds import kind_module
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
@@ -104,7 +104,7 @@ def _run(order: Order, stop: _Stop) -> int:
             points = _checked(order.spec, order.spec.all_points(machines))
 
             def further(ended: Sequence[EndedPoint]) -> Sequence[Point]:
-                return _checked(order.spec, order.spec.all_next_points(machines, ended))
+                return _checked(order.spec, order.spec.all_points(machines, ended))
 
             todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
         except BaseException as err:
@@ -132,7 +132,7 @@ def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, pla
 
 def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
     """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
-    declared = own_axes(kind_module(spec.kind))
+    declared = getattr(kind_module(spec.kind), "AXES", ())
     try:
         for point in points:
             check_values(point.axes, declared)
@@ -211,7 +211,7 @@ def _run_record(order: Order, resumed: int = 0) -> RunRecord:
         code_hash=provenance.code_hash_of(spec),
         resumed=resumed,
         quantities=tuple(kind.QUANTITIES),
-        axes=own_axes(kind),
+        axes=tuple(getattr(kind, "AXES", ())),
     )
 
 

@@ -28,7 +28,7 @@ from orchestrator.store.records import (
 )
 
 Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
-"""Points that follow from those that have ended (JobSpec.all_next_points)."""
+"""Points that follow from those that have ended (JobSpec.all_points)."""
 
 
 class Plan:

@@ -52,7 +52,7 @@ def searched(spec: JobSpec, machine: Machine, outcome: Callable[[Point], Outcome
         else:
             state, metrics = outcome(point)
             ended.append(EndedPoint(point, state, "as the test says", metrics))
-        new = [each for each in spec.all_next_points(machines, ended) if each.label not in labels]
+        new = [each for each in spec.all_points(machines, ended) if each.label not in labels]
         labels |= {each.label for each in new}
         waiting += new
     return [each.point for each in ended if each.point.conclusion is None], conclusions
