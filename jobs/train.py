@@ -216,6 +216,10 @@ class TrainingSpec(JobSpec):
 class Spec(TrainingSpec):
     """A short training for each kind of attention."""
 
+    probe: bool = Field(
+        default=False,
+        description="at the end, measure the held-out loss by position and whether the model sees ahead",
+    )
     kind: Literal["train"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
 
     @model_validator(mode="after")
@@ -226,6 +230,9 @@ class Spec(TrainingSpec):
                 f"checkpoints.every: {self.checkpoints.every}: is more than the {self.steps} steps; use fewer"
             )
         return self
+
+    def case_fields(self) -> Mapping[str, Any]:
+        return {"probe": self.probe}
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

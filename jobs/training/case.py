@@ -42,6 +42,7 @@ class TrainingCase(ModelCase):
     Attributes:
         steps: of the learning rate's schedule, which end the training unless it is a soak.
         soak: of a training that its time ends.
+        probe: whether the trained model is asked what it makes of its context.
     """
 
     pass_: str = "train"
@@ -51,6 +52,7 @@ class TrainingCase(ModelCase):
     optimizer: OptimizerSpec
     layout: Layout
     soak: SoakPlan | None = None
+    probe: bool = False
 
     @property
     def last_step(self) -> int:

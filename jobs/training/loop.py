@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -28,6 +28,7 @@ from jobs.training.errors import Diverged, Stopped, Suspended
 from jobs.training.live import LiveTraining, ModelFlops
 from jobs.training.optimizer import learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, clip_gradients, local
+from jobs.training.probe import probe
 from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, TrainingState, is_steady
 from nsa_core.loss import IGNORED
@@ -139,6 +140,8 @@ class Trainer:
             self._parallel.check_effective()
         if self._complete():
             run.after = self._heldout_loss(heldout, beat)
+            if case.probe:
+                run.probe = probe(lambda parts: self._heldout_loss(parts, beat), heldout, case.model.vocab_size)
             if checkpoints is not None and begun < self.state.step:
                 self._save(checkpoints, run, live, run.after)
         if checkpoints is not None:
@@ -274,7 +277,7 @@ class Trainer:
         ]
 
     @torch.no_grad()
-    def _heldout_loss(self, batches: list[tuple[Tensor, Tensor]], beat: Beat) -> float:
+    def _heldout_loss(self, batches: Sequence[tuple[Tensor, Tensor]], beat: Beat) -> float:
         self.model.eval()
         total = 0.0
         for done, batch in enumerate(batches):
@@ -290,7 +293,8 @@ class Trainer:
 
     def _tokens_a_byte(self, targets: Tensor) -> float:
         """Factor from a mean over targets, of all ranks, to one over the bytes of their text: 1 for bytes."""
-        return int((targets != IGNORED).sum()) / self.corpus.text_bytes(targets)
+        counted = targets[targets != IGNORED]
+        return len(counted) / self.corpus.text_bytes(counted)
 
     def precision(self) -> AbstractContextManager[object]:
         """Context of the model's passes: autocast, if the configuration asks for it."""

@@ -33,10 +33,13 @@ from jobs.training.checkpoints.report import (
     RESUMED_STEP,
 )
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, ModelFlops
+from jobs.training.probe import NEAR
 from jobs.training.rank import RankReport
 from jobs.training.state import RESUME_WARM_UP, Run, first_steady, steady_steps
 
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
+LATE_LOSS = Quantity("late_loss", "nat/byte", "Held-out loss late in the context", better=Better.LOWER)
+FORESIGHT = Quantity("foresight", "nat/byte", "Loss's change by later tokens", better=Better.LOWER)
 PLANNED_TIME = Quantity("planned_time", "h", "Time that the plan takes", "planned time", Better.LOWER, Role.HEADLINE)
 RANK_UTILIZATION = Quantity(
     "rank_utilization", "%", "Utilisation of the least busy rank", "least busy rank", Better.HIGHER, Role.HEADLINE
@@ -46,8 +49,8 @@ RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Be
 QUANTITIES = (
     *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
     *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
-    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT, *TELEMETRY),
-    *SERIES,
+    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, LATE_LOSS, FORESIGHT, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT),
+    *(*TELEMETRY, *SERIES),
 )
 
 
@@ -82,6 +85,12 @@ def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankRep
         Metric.of(HELDOUT_LOSS, run.after, method=heldout + per_byte(case)),
         *peak.metrics(),
     ]
+    if (found := run.probe) is not None:
+        method = f"of the last range; samples: positions up to {', '.join(map(str, found.ranges))}{per_byte(case)}"
+        metrics.append(Metric.of(LATE_LOSS, found.by_position[-1], found.by_position, method))
+        places = ", ".join(map(str, found.cuts))
+        method = f"of the {NEAR} positions before the changed tokens; samples: all from position {places} on"
+        metrics.append(Metric.of(FORESIGHT, max(map(abs, found.changes)), found.changes, method))
     if expected is not None:
         error = 100 * (expected - peak.allocated) / peak.allocated
         metrics.append(Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_memory"))

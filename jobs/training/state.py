@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from jobs.training.data.base import Batches
+from jobs.training.probe import Probe
 from jobs.training.soak import SoakHistory
 from nsa_core.model import NSATransformer
 
@@ -28,6 +29,7 @@ class Run:
     compute_ms: list[float] = field(default_factory=list)  # this rank's own, if measured; nan of steps on other ranks
     begun: list[int] = field(default_factory=lambda: [0])  # steps at which it began and was resumed
     foreign: int = 0  # first steps that were done by other code or in another environment
+    probe: Probe | None = None  # of the trained model, if asked for
     soak: SoakHistory | None = None  # of a soak, in place of losses, seconds and compute_ms
 
 

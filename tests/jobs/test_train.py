@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from trainings import small, trains_alike
 from travelling import CPU, travelled, values_of
 
@@ -20,6 +22,8 @@ from jobs.training.data.base import load_corpus
 from jobs.training.errors import Ineffective
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
+from jobs.training.probe import probe
+from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS, NSATransformer
 
 
@@ -50,6 +54,31 @@ def test_the_loss_falls_on_held_out_text(text: Path) -> None:
         curve = next(m.samples for m in result.metrics if m.name == "loss")
         assert len(curve) == 25
         assert curve[-1] < curve[0]
+
+
+def test_a_probe_gives_the_loss_by_position_and_sees_no_look_ahead(text: Path) -> None:
+    result = _train(_spec(text, steps=5, seq_len=256, probe=True))
+    found = {metric.name: metric for metric in result.metrics}
+    by_position = found["late_loss"].samples
+    assert len(by_position) == 3, "positions up to 64, 128 and 256"
+    assert found["late_loss"].value == by_position[-1]
+    whole = (by_position[0] + by_position[1] + 2 * by_position[2]) / 4
+    assert whole == pytest.approx(found["heldout_loss"].value, rel=1e-5)
+    assert found["foresight"].value < 1e-6
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 100])
+def test_a_probe_finds_a_model_that_sees_ahead(ahead: int) -> None:
+    """The model's loss is the token that it sees `ahead` positions later."""
+
+    def loss_of(batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        tokens, targets = batches[0]
+        seen = torch.cat((tokens[:, ahead:], tokens[:, :ahead]), 1)
+        return seen[targets != IGNORED].double().mean().item()
+
+    tokens = torch.arange(256).expand(2, -1)
+    changes = probe(loss_of, [(tokens, tokens)], 512).changes
+    assert (max(map(abs, changes)) > 1) == (ahead > 0)
 
 
 def test_checkpointing_is_reported_as_it_was_and_saves_memory(text: Path) -> None:

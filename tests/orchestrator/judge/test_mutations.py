@@ -25,7 +25,13 @@ GO, NO_GO, UNKNOWN = Result.GO, Result.NO_GO, Result.UNKNOWN
 FOREIGN = "f" * 40  # conftest.py
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 UNITS = {"time": "ms", "throughput": "tok/s", "peak_driver": "MiB", "peak_extra_memory": "MiB", "recall": "%"}
-UNITS |= {"energy_per_token": "J/tok", "heldout_loss": "nat/byte", "throughput_drift": "%/h", "host_growth": "MiB/h"}
+UNITS |= {
+    "energy_per_token": "J/tok",
+    "heldout_loss": "nat/byte",
+    "foresight": "nat/byte",
+    "throughput_drift": "%/h",
+    "host_growth": "MiB/h",
+}
 UNITS |= dict.fromkeys(("reserved_growth", "driver_growth"), "%/1000 steps")
 UNITS |= {"longest": "token", "shortest_failed": "token", "estimate_error": "%"}
 DRILL = ("ok", "spin", "ok", "fill", "ok", "assert", "ok", "oom", "ok")
@@ -81,7 +87,7 @@ def good() -> dict[str, Job]:
     for length in (2048, 8192, 16384, 32768, 65536):
         values = exact | {"time": length / 2048, "peak_extra_memory": length / 64.0}
         sweep += both(values, exact | {"time": 1.5 * length / 2048}, operator | {"seq_len": length})
-    learned = {"heldout_loss": 1.0}
+    learned = {"heldout_loss": 1.0, "foresight": 0.0}
     found = {"recall": 99.0, "converged": 1.0}
     nsa = model | {"implementation": "triton"}
     return {
@@ -223,6 +229,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "never checked at its size": (points("scaling-m7c", metrics={"oracle_error": 0.1}), "correct-at-size", UNKNOWN),
     "learns worse": (change("learns-m7c", "triton", heldout_loss=1.05), "learns", NO_GO),
     "too good beside dense": (change("learns-m7c", "triton", heldout_loss=0.5), "not-too-good", NO_GO),
+    "a trained model sees one token ahead": (change("learns-m7c", foresight=0.1), "causal", NO_GO),
     "both see the future": (change("learns-m7c", heldout_loss=0.05), "not-clairvoyant", NO_GO),
     "both did not learn": (change("learns-m7c", heldout_loss=10.2), "both-learned", NO_GO),
     "too few steps": (points("learns-m7c", axes={"steps": 20}), "learns", UNKNOWN),
@@ -315,7 +322,7 @@ def test_one_query_finds_each_figure_of_the_sentence(sqlite_store: Store) -> Non
     }
     assert answers(verdict) == (
         "not feasible: drill 9 (at most 0 points); not worth it at S=2,048: dense attention trains 1.25 times as fast; "
-        "right: held-out loss 1.000 times dense attention's; the plan takes 0.28 GPU-hours, $1.1; 1 of 28 rules rest "
+        "right: held-out loss 1.000 times dense attention's; the plan takes 0.28 GPU-hours, $1.1; 1 of 29 rules rest "
         "on transferred evidence. NSA pays at all lengths measured, 2K to 2K"
     )
     assert found == {"GPU-hours": pytest.approx(50_000 * 4096 / 2e5 / 3600), "dollars": pytest.approx(1.08, abs=0.005)}
