@@ -29,7 +29,7 @@ from orchestrator.database_url import hide_password
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
-from orchestrator.store.journal import owner
+from orchestrator.store.journal import read
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord, StartRecord, now
 
 pytestmark = pytest.mark.filterwarnings(
@@ -221,8 +221,7 @@ def test_any_journal(store: Store, database: Path, folder: Path, data: st.DataOb
     path = folder / "journal.jsonl"
     path.write_text("".join(_json(record) + "\n" for record in records), encoding="utf-8", errors="replace")
     if stored(database, path):
-        run_id = owner(path)
-        assert run_id is not None
+        run_id = next(read(path)).run_id
         assert queries.run(store, run_id)
         queries.measurements(store, run_ids=[run_id])
 

@@ -31,7 +31,7 @@ from orchestrator.provenance import git_state
 from orchestrator.run import driver
 from orchestrator.settings import Settings, check_current_folder
 from orchestrator.store import Store, queries
-from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, owner, read
+from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, read
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
 from orchestrator.store.store import LeaseHeld
 from orchestrator.terminal import say, warn
@@ -144,7 +144,8 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
         journal: Journal | None = None
         try:
-            stack.enter_context(store.lease(run_id))
+            store.take_lease(run_id)
+            stack.callback(store.end_lease, run_id)
             journal = stack.enter_context(Journal(path)) if path else None
         except (LeaseHeld, JournalHeld):
             raise CancelError(
@@ -170,7 +171,8 @@ def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
     if not os.path.isfile(path):
         return None, ""
     try:
-        found = owner(path)
+        first = next(read(path), None)
+        found = None if first is None else first.run_id
         why = f"{in_a_line(path)} {f'is of the run {found!r}' if found else 'has no record'}, so it stays as it is"
     except JournalError as err:
         found, why = None, in_a_line(err)
@@ -186,7 +188,8 @@ def _endings(store: Store, run_id: str) -> list[Record]:
     ending: dict[str, Any] = {"run_id": run_id, "reason": _CANCELLED}
     outcomes: list[Record] = [
         OutcomeRecord(**ending, point_id=row["point_id"], attempt=row["number"], state=PointState.CANCELLED)
-        for row in queries.unended_attempts(store, run_id).to_dict("records")
+        for row in queries.attempts(store, run_id).to_dict("records")
+        if not PointState(row["state"]).ended
     ]
     return [*outcomes, RunEndRecord(**ending, state=RunState.CANCELLED, resumed=run["resumed"])]
 

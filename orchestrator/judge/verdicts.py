@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
 
+from sqlalchemy import insert
+
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState, Result
 from orchestrator.judge.candidates import BoundedRule, Found, failures, find, quoted, requirement
@@ -35,6 +37,7 @@ from orchestrator.judge.rules import (
 from orchestrator.judge.scope import Hardware, Row, Scope
 from orchestrator.judge.steps import Duration, Step, durations, step_of
 from orchestrator.store import Store
+from orchestrator.store.models import Verdict
 from orchestrator.store.records import now
 
 __all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
@@ -146,7 +149,9 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
         for position, rule in enumerate(target.rules):
             judged = {name: getattr(rule, name) for name in _STORED}
             rows.append({"evaluated_at": at, "run_id": run_id, "position": position, **about, **judged})
-    store.add_verdicts(rows)
+    if rows:
+        with store.session(writes=True) as session:
+            session.execute(insert(Verdict), rows)
 
 
 def _target(

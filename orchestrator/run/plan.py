@@ -189,7 +189,7 @@ class PointHistory:
             return replace(planned, attempt=attempt)
         started = isinstance(record, StartRecord)
         state = PointState.RUNNING if started else record.state
-        if self.again and (started or not record.settles):
+        if self.again and (started or not (record.final and state.settles)):
             return replace(self, attempt=record.attempt, again=replace(self.again, state=state))
         now_ended = {} if started else {"reason": record.reason, "metrics": {m.name: m.value for m in record.metrics}}
         key = (self.again or self).key

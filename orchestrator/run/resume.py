@@ -69,9 +69,12 @@ def _history(path: Path) -> History:
 def check_complete(store: Store, history: History) -> None:
     """Raise UserError if the database has more of a run than its journal: new results would have the numbers of old."""
     run_id = history.run.run_id
-    resumed, attempts = queries.begun(store, run_id)
+    run, attempts = queries.run(store, run_id), queries.attempts(store, run_id)
+    resumed = run["resumed"] if run else 0
     known = {point_id: point.attempt for point_id, point in history.points.items()}
-    lacking = sum(number > known.get(point_id, 0) for point_id, number in attempts.items())
+    begun = attempts.loc[attempts["started_at"].notna()]
+    begun = zip(begun["point_id"], begun["number"], strict=True)
+    lacking = len({point_id for point_id, number in begun if number > known.get(point_id, 0)})
     if resumed > history.run.resumed or lacking:
         store.end_lease(run_id)
         raise UserError(

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import NullPool
 
 from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import (
@@ -58,10 +58,8 @@ def shown(url: URL) -> str:
 
 def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
     """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
-    return _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
-
-
-def _postgres(url: URL, readonly: bool) -> Engine:
+    if url.get_backend_name() == "sqlite":
+        return _sqlite(url, readonly, create)
     options = {"postgresql_readonly": True} if readonly else {}
     try:
         engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
@@ -80,15 +78,18 @@ def _postgres(url: URL, readonly: bool) -> Engine:
 
 def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     path = Path(url.database or "").absolute()
-    mode = "ro" if readonly else "rwc" if create else "rw"
-    if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
-        mode = "ro&immutable=1"  # as it stands: no log is beside it and none can be made
-    address = f"file:{quote(str(path))}?mode={mode}"
 
     def connect() -> sqlite3.Connection:
+        mode = "ro" if readonly else "rwc" if create else "rw"
+        if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
+            mode = "ro&immutable=1"  # as it stands: no log is beside it and none can be made
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
         connection = sqlite3.connect(
-            address, uri=True, timeout=TIMEOUT_S, check_same_thread=False, isolation_level=None
+            f"file:{quote(str(path))}?mode={mode}",
+            uri=True,
+            timeout=TIMEOUT_S,
+            check_same_thread=False,
+            isolation_level=None,
         )
         connection.execute("PRAGMA foreign_keys = ON")
         if not readonly:
@@ -96,16 +97,8 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
             connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose commits; the journal keeps them
         return connection
 
-    engine = create_engine(url, creator=connect)
-
-    @event.listens_for(engine, "connect")
-    def note(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
-        record.info["file"] = _identity(path)
-
-    @event.listens_for(engine, "checkout")
-    def look(connection: DBAPIConnection, record: ConnectionPoolEntry, proxy: object) -> None:
-        if record.info.get("file") != _identity(path):  # SQLite would go on with the one that was moved away or removed
-            raise exc.DisconnectionError
+    # No pool: a connection that is kept goes on with a file that was moved away or replaced.
+    engine = create_engine(url, creator=connect, poolclass=NullPool)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -114,15 +107,6 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of the file at a path; None if there is none."""
-    try:
-        there = path.stat()
-    except OSError:
-        return None
-    return there.st_dev, there.st_ino
 
 
 @contextmanager

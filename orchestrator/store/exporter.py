@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from orchestrator.store import records as rec
 from orchestrator.store.journal import Journal
 from orchestrator.store.models import (
     Artifact,
-    Attempt,
     Base,
     DeclaredQuantity,
     Environment,
@@ -58,7 +57,7 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
         write_output(path, text)
     except OSError as err:
         raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
-    return _summary(store, path, run_ids)
+    return f"{path}: {len(run_ids)} run(s), {len(queries.states(store, run_ids=run_ids))} points"
 
 
 def export_journal(store: Store, run_id: str, path: Path) -> str:
@@ -71,11 +70,7 @@ def export_journal(store: Store, run_id: str, path: Path) -> str:
         raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
     with Journal(path) as journal:
         journal.append(records(store, run_id))
-    return _summary(store, path, [run_id])
-
-
-def _summary(store: Store, path: Path, run_ids: Sequence[str]) -> str:
-    return f"{path}: {len(run_ids)} run(s), {len(queries.states(store, run_ids=run_ids))} points"
+    return f"{path}: 1 run(s), {len(queries.states(store, run_ids=[run_id]))} points"
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
@@ -96,26 +91,25 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
 
 def to_json(store: Store, run_ids: Sequence[str]) -> str:
     """JSON list of runs: specs, events, points with configuration, environment, samples and series; without files."""
-    runs = [_run(store, run_id) for run_id in run_ids]
+    runs = []
+    shared = ["attempt", "name", "rank", "unit"]
+    for run_id in run_ids:
+        points = []
+        for point_id in queries.points(store, run_id)["point_id"]:
+            series = []
+            for _, rows in queries.series(store, point_id).groupby(shared, sort=False):
+                samples = {"steps": rows["step"], "times": rows["at"], "values": rows["value"]}
+                same = _rows(rows.loc[:, shared].head(1))[0]
+                series.append({**same, **{name: column.tolist() for name, column in samples.items()}})
+            metrics = _rows(queries.metrics(store, point_id))
+            points.append({**(queries.point(store, point_id) or {}), "metrics": metrics, "series": series})
+        about = queries.run(store, run_id) or {"run_id": run_id}
+        runs.append({**about, "events": _rows(queries.events(store, run_id)), "points": points})
     return json.dumps(runs, indent=2, default=lambda time: time.isoformat()) + "\n"
 
 
-def _run(store: Store, run_id: str) -> dict[str, Any]:
-    points = []
-    for point_id in queries.points(store, run_id)["point_id"]:
-        series = []
-        columns = ["attempt", "name", "rank", "unit"]
-        for _, rows in queries.series(store, point_id).groupby(columns, sort=False):
-            [shared] = _rows(rows.loc[:, columns].head(1))
-            samples = {"steps": rows["step"].tolist(), "times": rows["at"].tolist(), "values": rows["value"].tolist()}
-            series.append({**shared, **samples})
-        metrics = _rows(queries.metrics(store, point_id))
-        points.append({**(queries.point(store, point_id) or {}), "metrics": metrics, "series": series})
-    about = queries.run(store, run_id) or {"run_id": run_id}
-    return {**about, "events": _rows(queries.events(store, run_id)), "points": points}
-
-
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows, with None instead of NaN."""
     return [
         {name: None if isinstance(value, float) and pd.isna(value) else value for name, value in row.items()}
         for row in frame.to_dict("records")
@@ -134,7 +128,7 @@ def records(store: Store, run_id: str) -> list[rec.Record]:
             return []
         found: list[rec.Record] = [*_begins(session, run)]
         for point in session.scalars(select(Point).where(Point.run_id == run_id).order_by(Point.number)):
-            found += _of_point(session, run, point)
+            found += chain(_attempts(session, run, point), _files_and_series(session, run, point))
         events = select(Event).where(Event.run_id == run_id).order_by(Event.at, Event.id)
         found += [_made(rec.EventRecord, row) for row in session.scalars(events)]
         if run.state.ended:
@@ -163,11 +157,43 @@ def _begins(session: Session, run: Run) -> list[rec.RunRecord]:
     return [first]
 
 
-def _of_point(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
+def _attempts(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
+    """The plans of a point, and the start and the outcome of each attempt, as far as it came."""
+    axes = {**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})}
     for number, attempt in sorted(point.attempts.items()):
+        state, environment_id, started_at = attempt.state, attempt.environment_id, attempt.started_at
+        # Skipped when it was planned, and not by an outcome.
+        skipped = state is PointState.SKIPPED and environment_id is None and started_at is None
+        about = {"run_id": run.id, "attempt": number}
         if number == 1 or attempt.resumed > point.attempts[number - 1].resumed:
-            yield _planned(run, point, attempt)
-        yield from _attempt(session, run, attempt)
+            planned = {
+                "at": attempt.ended_at if skipped and attempt.ended_at else run.created_at,
+                "point_id": point.id,
+                "index": point.number,
+                "key": attempt.key,
+                "resumed": attempt.resumed,
+                "axes": axes,
+                "state": PointState.SKIPPED if skipped else PointState.PENDING,
+                "reason": attempt.reason if skipped else None,
+            }
+            yield _made(rec.PointRecord, point, **about | planned | {"attempt": number - 1})
+        if attempt.heartbeat_at is not None:  # set by a start only; without a later progress it is the start's time
+            unheard = attempt.phase is None or started_at is None
+            yield _made(rec.StartRecord, attempt, **about, at=attempt.heartbeat_at if unheard else started_at)
+        if state.ended and not skipped:
+            same = (Metric.point_id == point.id, Metric.attempt == number)
+            metrics = session.scalars(select(Metric).where(*same).order_by(Metric.id))
+            environment = session.get(Environment, environment_id) if environment_id else None
+            ended = {
+                "at": attempt.ended_at,
+                "metrics": [_made(rec.MetricData, row) for row in metrics],
+                "environment": environment.content if environment else {},
+                "final": attempt.settled or not state.settles,
+            }
+            yield _made(rec.OutcomeRecord, attempt, **about, **ended)
+
+
+def _files_and_series(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
     about: dict[str, Any] = {"run_id": run.id, "point_id": point.id}
     for row in session.scalars(select(Artifact).where(Artifact.point_id == point.id).order_by(Artifact.id)):
         file = _made(rec.ArtifactData, row)
@@ -185,45 +211,3 @@ def _of_point(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
                 times=tuple(round(row.at.timestamp(), 3) for row in piece),
                 values=tuple(row.value for row in piece),
             )
-
-
-def _planned(run: Run, point: Point, attempt: Attempt) -> rec.PointRecord:
-    skipped = _skipped(attempt)
-    planned = {
-        "run_id": run.id,
-        "at": attempt.ended_at if skipped and attempt.ended_at else run.created_at,
-        "point_id": point.id,
-        "index": point.number,
-        "attempt": attempt.number - 1,
-        "key": attempt.key,
-        "resumed": attempt.resumed,
-        "axes": {**{axis.attribute: getattr(point, axis.attribute) for axis in AXES}, **(point.more_axes or {})},
-        "state": PointState.SKIPPED if skipped else PointState.PENDING,
-        "reason": attempt.reason if skipped else None,
-    }
-    return _made(rec.PointRecord, point, **planned)
-
-
-def _attempt(session: Session, run: Run, attempt: Attempt) -> Iterator[rec.Record]:
-    """An attempt's start and its outcome, as far as it came."""
-    about = {"run_id": run.id, "attempt": attempt.number}
-    if attempt.heartbeat_at is not None:  # set by a start only; without a later sign of progress it is the start's time
-        unheard = attempt.phase is None or attempt.started_at is None
-        yield _made(rec.StartRecord, attempt, **about, at=attempt.heartbeat_at if unheard else attempt.started_at)
-    if not attempt.state.ended or _skipped(attempt):
-        return
-    same = (Metric.point_id == attempt.point_id, Metric.attempt == attempt.number)
-    metrics = session.scalars(select(Metric).where(*same).order_by(Metric.id))
-    environment = session.get(Environment, attempt.environment_id) if attempt.environment_id else None
-    ended = {
-        "at": attempt.ended_at,
-        "metrics": [_made(rec.MetricData, row) for row in metrics],
-        "environment": environment.content if environment else {},
-        "final": attempt.settled or not attempt.state.settles,
-    }
-    yield _made(rec.OutcomeRecord, attempt, **about, **ended)
-
-
-def _skipped(attempt: Attempt) -> bool:
-    """Whether it was skipped when it was planned, and not by an outcome."""
-    return attempt.state is PointState.SKIPPED and attempt.environment_id is None and attempt.started_at is None

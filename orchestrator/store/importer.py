@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -29,24 +28,10 @@ class ImportFileError(UserError):
     """The file cannot be imported; the message names it, the mistake and the fix."""
 
 
-@dataclass(frozen=True)
-class ImportSummary:
-    """Counts of one imported file; `unchanged`: everything was stored before."""
-
-    path: Path
-    origin: str
-    run_ids: tuple[str, ...]
-    points: int
-    metrics: int
-    unchanged: bool
-
-    def __str__(self) -> str:
-        what = f"{len(self.run_ids)} {self.origin} run(s), {self.points} points, {self.metrics} metrics"
-        return f"{self.path}: {what}" + (" (stored before, nothing changed)" if self.unchanged else "")
-
-
-def import_file(store: Store, path: Path) -> ImportSummary:
+def import_file(store: Store, path: Path) -> str:
     """Store the journal (.jsonl, .jsonl.gz) or reported table (.csv) at `path`; doing it again adds no duplicates.
+
+    Returns what the file holds, in words.
 
     Raises:
         UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong: nothing is stored.
@@ -61,7 +46,7 @@ def import_file(store: Store, path: Path) -> ImportSummary:
     raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
-def _import_journal(store: Store, path: Path) -> ImportSummary:
+def _import_journal(store: Store, path: Path) -> str:
     metrics, run_id, origin = 0, "", Origin.MEASURED
     points: set[str] = set()
 
@@ -92,7 +77,7 @@ def _import_journal(store: Store, path: Path) -> ImportSummary:
         raise ImportFileError(
             f"file: '{path}' holds no records; write it again from the run's database: nsa export RUN --journal"
         )
-    return ImportSummary(path, origin, (run_id,), len(points), metrics, unchanged=False)
+    return f"{path}: 1 {origin} run(s), {len(points)} points, {metrics} metrics"
 
 
 def _check_first(session: Session, first: RunRecord, path: Path, database: str) -> None:
@@ -114,7 +99,7 @@ def _check_first(session: Session, first: RunRecord, path: Path, database: str) 
         )
 
 
-def _import_table(store: Store, path: Path) -> ImportSummary:
+def _import_table(store: Store, path: Path) -> str:
     read, rows = _rows(path)
     try:
         runs = [(run, run.records()) for run in read(rows)]
@@ -137,8 +122,9 @@ def _import_table(store: Store, path: Path) -> ImportSummary:
             writer.apply(session, records)
     points = [point for run, _ in runs for point in run.points]
     metrics = sum(len(point.metrics) for point in points)
-    names = tuple(dict.fromkeys(run.run_id for run, _ in runs))
-    return ImportSummary(path, Origin.REPORTED, names, len(points), metrics, unchanged)
+    number = len({run.run_id for run, _ in runs})
+    what = f"{path}: {number} reported run(s), {len(points)} points, {metrics} metrics"
+    return what + (" (stored before, nothing changed)" if unchanged else "")
 
 
 def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
@@ -147,7 +133,8 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.reader(file)
             columns = cells = [from_csv_cell(name) for name in next(lines, [])]
-            if (read := reported.layout(columns)) is None:
+            read = next((reader for known, reader in reported.LAYOUTS if known <= set(columns)), None)
+            if read is None:
                 raise ImportFileError(
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"

@@ -27,6 +27,7 @@ NAME = "journal.jsonl"
 COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be read, not continued
 _INDEX = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<index>
 _REASON = 300  # characters
+_UNREADABLE = "journal: {!r}: cannot be read ({}); give a journal.jsonl"
 
 
 class JournalError(UserError):
@@ -66,7 +67,11 @@ class Journal(AbstractContextManager["Journal"]):
             raise JournalHeld(
                 f"journal: {str(path)!r}: is being written by another process; stop that run first (nsa cancel)"
             ) from None
-        self.end = _whole(path)  # size in bytes; all of its records are on disk
+        try:
+            with open_regular(path) as file:
+                self.end = file.read().rfind(b"\n") + 1  # in bytes; all records up to here are on disk
+        except OSError as err:
+            raise JournalError(_UNREADABLE.format(str(path), err.strerror)) from None
         self._file.truncate(self.end)
         folder = os.open(path.parent, os.O_RDONLY)  # synced, so that a new file's entry survives a power cut
         os.fsync(folder)
@@ -157,23 +162,4 @@ def read(path: Path) -> Iterator[Record]:
     except (gzip.BadGzipFile, zlib.error, EOFError) as err:
         raise JournalError(f"journal: {str(path)!r}: is not whole gzip ({err}); compress the journal again") from None
     except OSError as err:
-        raise _unreadable(path, err) from None
-
-
-def owner(path: Path) -> str | None:
-    """The id of the run that a journal is of; None if it has no record. Raises JournalError."""
-    first = next(read(path), None)
-    return None if first is None else first.run_id
-
-
-def _whole(path: Path) -> int:
-    """The file's size in bytes up to the end of its last whole line. Raises JournalError."""
-    try:
-        with open_regular(path) as file:
-            return file.read().rfind(b"\n") + 1
-    except OSError as err:
-        raise _unreadable(path, err) from None
-
-
-def _unreadable(path: Path, err: OSError) -> JournalError:
-    return JournalError(f"journal: {str(path)!r}: cannot be read ({err.strerror}); give a journal.jsonl")
+        raise JournalError(_UNREADABLE.format(str(path), err.strerror)) from None

@@ -65,10 +65,21 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
     Raises:
         PrivateError: as take_in; `path` is what it names.
     """
-    names = dict.fromkeys(filter(None, map(_host_of, records)))
-    hosts = {_host(name): f"host-{number}" for number, name in enumerate(names, 1)}
+    names: dict[str | None, None] = {}
+    for record in records:
+        match record:
+            case RunRecord(host=host) | StartRecord(node=host):
+                names[host] = None
+            case OutcomeRecord(environment=environment):
+                names[environment.get("host")] = None
+    hosts: dict[re.Pattern[str], str] = {}
     private = {_PATH: "a path", _ADDRESS: "an address", _CARD: "the id of a card", _LOGIN: "a login"}
-    private |= {host: "a host" for (host, public), name in zip(hosts.items(), names, strict=True) if public != name}
+    for number, name in enumerate(filter(None, names), 1):
+        first, dot, domain = (name, "", "") if _ADDRESS.fullmatch(name) else name.partition(".")
+        optional = f"(?:{re.escape(dot + domain)})?" if dot else ""  # a host is also named without its domain
+        pattern = re.compile(rf"(?<![\w.-]){re.escape(first)}{optional}(?![\w-]|\.\w)")
+        hosts[pattern] = f"host-{number}"
+        private |= {} if name == hosts[pattern] else {pattern: "a host"}
     lines = [_public_line(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
     for number, line in enumerate(lines, 1):
         for pattern, what in private.items():
@@ -78,22 +89,6 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
                     "give the journal of a run without it"
                 )
     return lines
-
-
-def _host_of(record: Record) -> str | None:
-    """The name of the host that a record tells of."""
-    match record:
-        case RunRecord(host=host) | StartRecord(node=host):
-            return host
-        case OutcomeRecord(environment=environment):
-            return environment.get("host")
-
-
-def _host(name: str) -> re.Pattern[str]:
-    """Pattern of a host's name, also without its domain."""
-    first, dot, domain = (name, "", "") if _ADDRESS.fullmatch(name) else name.partition(".")
-    more = f"(?:{re.escape(dot + domain)})?" if dot else ""
-    return re.compile(rf"(?<![\w.-]){re.escape(first)}{more}(?![\w-]|\.\w)")
 
 
 def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:

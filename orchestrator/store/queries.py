@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import ColumnElement, Select, Subquery, Table, and_, case, func, or_, select
+from sqlalchemy import Select, Subquery, Table, and_, case, func, or_, select
 from sqlalchemy.orm import aliased
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
@@ -40,6 +40,7 @@ _DECLARATION = TypeAdapter(Quantity)
 _UNENDED = (PointState.PENDING, PointState.RUNNING)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
 
+_NEWEST_FIRST = (Run.created_at.desc(), Run.id)
 _Newest, _Any = aliased(Attempt), aliased(Attempt)
 _OF_NEWEST = and_(
     _Newest.point_id == Point.id,
@@ -90,12 +91,12 @@ def runs(
     if text:
         columns = (Run.id, Run.name, Run.source, Run.host)
         chosen = chosen.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
-    return _frame(store, _runs(_newest_first(chosen).limit(limit)))
+    return _frame(store, _runs(chosen.order_by(*_NEWEST_FIRST).limit(limit)))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
     """Ids of the runs, newest first, each with the submission id of its Ray job."""
-    query = _newest_first(select(Run.id, Run.submission_id)).limit(limit)
+    query = select(Run.id, Run.submission_id).order_by(*_NEWEST_FIRST).limit(limit)
     if origin is not None:
         query = query.where(Run.origin == origin)
     with store.session() as session:
@@ -124,19 +125,10 @@ def point(store: Store, point_id: str) -> dict[str, Any] | None:
     return found and {**found, "environment": found["environment"] or {}}
 
 
-def unended_attempts(store: Store, run_id: str) -> pd.DataFrame:
-    """The attempts at a run's points that are planned or running, by point: `point_id`, `number`."""
-    unended = (Point.run_id == run_id, Attempt.state.in_(_UNENDED))
-    return _frame(store, select(Attempt.point_id, Attempt.number).join(Point).where(*unended).order_by(Point.number))
-
-
-def begun(store: Store, run_id: str) -> tuple[int, dict[str, int]]:
-    """How often a run was resumed, and by point the number of its newest attempt that has started."""
-    newest = select(Attempt.point_id, func.max(Attempt.number)).join(Point, Point.id == Attempt.point_id)
-    of_run = newest.where(Point.run_id == run_id, Attempt.started_at.is_not(None)).group_by(Attempt.point_id)
-    with store.session() as session:
-        resumed = session.scalar(select(Run.resumed).where(Run.id == run_id))
-        return resumed or 0, dict(session.execute(of_run).all())
+def attempts(store: Store, run_id: str) -> pd.DataFrame:
+    """All attempts at a run's points, by point: `point_id`, `number`, `state`, `started_at`."""
+    query = select(Attempt.point_id, Attempt.number, Attempt.state, Attempt.started_at).join(Point)
+    return _frame(store, query.where(Point.run_id == run_id).order_by(Point.number, Attempt.number))
 
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
@@ -265,10 +257,6 @@ def counts(store: Store) -> dict[str, int]:
         }
 
 
-def _newest_first(query: Select) -> Select:
-    return query.order_by(Run.created_at.desc(), Run.id)
-
-
 def _runs(chosen: Select) -> Select:
     """The columns of `runs`, of the runs whose ids are chosen; the points of others are not read."""
     tally = _tally(chosen)
@@ -281,22 +269,18 @@ def _runs(chosen: Select) -> Select:
         *(Run.host, Run.submission_id, Run.resumed),
     )
     joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
-    return _newest_first(joined.where(Run.id.in_(chosen)))
+    return joined.where(Run.id.in_(chosen)).order_by(*_NEWEST_FIRST)
 
 
 def _tally(chosen: Select) -> Subquery:
     """Per chosen run: point counts by state, of those measured `again` just now, the latest heartbeat, the GPU."""
-
-    def number(name: str, *counted: PointState) -> ColumnElement[int]:
-        return func.sum(case((Attempt.state.in_(counted), 1), else_=0)).label(name)
-
     ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
+    counted = {"failed": FAILED, **{state.value: (state,) for state in ends}}
     return (
         select(
             Point.run_id,
             func.count().label("points"),
-            number("failed", *FAILED),
-            *(number(state.value, state) for state in ends),
+            *(func.sum(case((Attempt.state.in_(some), 1), else_=0)).label(name) for name, some in counted.items()),
             func.sum(case((and_(_AGAIN, _Newest.state.in_(_UNENDED)), 1), else_=0)).label("again"),
             func.max(func.coalesce(_Newest.heartbeat_at, Attempt.heartbeat_at)).label("heartbeat_at"),
             func.max(Environment.gpu).label("gpu"),

@@ -61,20 +61,18 @@ def without_nul(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
-def _storable(value: Any) -> Any:
-    """The value, with lone surrogates in its texts, at any depth, written as escapes."""
+def _storable(value: Any, *, nested: bool = False) -> Any:
+    """The value, with lone surrogates in its texts, at any depth, written as escapes.
+
+    Nested in an object or array it is JSON's: that has no number for a float that is not finite, so this is a text.
+    """
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_storable(key): _in_json(item) for key, item in value.items()}
-    return [_in_json(item) for item in value] if isinstance(value, list) else value
-
-
-def _in_json(value: Any) -> Any:
-    """The value of a JSON object or array; JSON has no number for a float that is not finite, so that is a text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return _storable(list(value) if isinstance(value, tuple) else value)
+        return {_storable(key): _storable(item, nested=True) for key, item in value.items()}
+    if isinstance(value, list) or (nested and isinstance(value, tuple)):
+        return [_storable(item, nested=True) for item in value]
+    return str(value) if nested and isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Plain(BaseModel):
@@ -202,11 +200,6 @@ class OutcomeRecord(_Record):
         if self.metrics and self.state is not PointState.OK:
             raise ValueError(f"ended {self.state.value!r} with numbers; only 'ok' may carry metrics")
         return self
-
-    @property
-    def settles(self) -> bool:
-        """Whether this end takes the place of an earlier outcome."""
-        return self.final and self.state.settles
 
 
 class ArtifactRecord(_Record):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
@@ -41,6 +41,7 @@ _SEED_METRICS = {
 }
 _SEED_CONFIG = ("layers", "dim", "heads", "kv_groups", "batch", "seq_len")
 _SEED_SAME = ("gpu", "torch", "implementation", "pass", *_SEED_CONFIG, "branch", "selection_backend", "sliding_backend")
+_ENVIRONMENT = ("gpu", "torch", "triton")
 _WHOLE = 2**63 - 1024  # the largest that a float has below 2**63
 
 
@@ -90,10 +91,6 @@ class Row(dict[str, str]):
             return PointState(self[name])
         except ValueError:
             raise self.error(name, f"{self[name]!r} is unknown; use ok, hang, timeout or target") from None
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        return {name: self[name] for name in ("gpu", "torch", "triton") if self[name]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +163,7 @@ def seeds(rows: list[Row]) -> Iterable[ReportedRun]:
         notes = []
         for row in group:
             if row["metric"] == "memory_estimated":
-                estimates[_config(row)] = row.number("value")
+                estimates[tuple(row[name] for name in _SEED_CONFIG)] = row.number("value")
             elif row["status"] == "target":
                 said = f"{row['metric']} {row['value']} {row['unit']} for {row['pass']} at S={row['seq_len']}"
                 notes.append(f"stated as a target, not measured: {said}" + _in_brackets(row["note"]))
@@ -179,10 +176,6 @@ def seeds(rows: list[Row]) -> Iterable[ReportedRun]:
         yield ReportedRun(f"reported-{source}", f"report {source[:3]}", "reported", source, all_points, tuple(notes))
 
 
-def _config(row: Row) -> tuple:
-    return tuple(row[name] for name in _SEED_CONFIG)
-
-
 def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> ReportedPoint:
     row = rows[0]
     state = row.state("status")
@@ -191,7 +184,7 @@ def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> Report
     implementation = row["implementation"] + _in_brackets(*variant)
     version = row["torch"] and f"torch {row['torch']}"
     whole = row["pass"] == "forward+backward" and row["branch"] == "all"
-    estimated = estimates.get(_config(row)) if whole else None
+    estimated = estimates.get(tuple(row[name] for name in _SEED_CONFIG)) if whole else None
     label = f"{implementation} {row['pass']} {layers} layers dim {row['dim']} S={length}"
     return ReportedPoint(
         label=label + _in_brackets(version, row["note"]),
@@ -208,7 +201,7 @@ def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> Report
             "device": "cuda",
         },
         at=row.time(),
-        environment=row.environment,
+        environment={name: row[name] for name in _ENVIRONMENT if row[name]},
         metrics=tuple(map(_seed_metric, rows)) if state is PointState.OK else (),
         state=state,
         reason=None if state is PointState.OK else f"reported as {row['status']}" + _in_brackets(row["note"]),
@@ -240,8 +233,9 @@ def peers(rows: list[Row]) -> Iterable[ReportedRun]:
                     method = ": max_memory_allocated of one pass minus what was allocated before it"
                     metrics.append(_metric(PEAK_EXTRA_MEMORY, memory, method))
                 points.append(_peer_point(row, pass_, pass_, metrics, more))
+    cards = "-".join(sorted({row["gpu"] for row in rows}))
     source = "peers: public implementations and dense attention"
-    yield ReportedRun(f"reported-peers-{_cards(rows)}", "peers", "reported", source, tuple(points))
+    yield ReportedRun(f"reported-peers-{cards}", "peers", "reported", source, tuple(points))
 
 
 def stages(rows: list[Row]) -> Iterable[ReportedRun]:
@@ -254,12 +248,9 @@ def stages(rows: list[Row]) -> Iterable[ReportedRun]:
         metrics = [_metric(STAGE.named(name), time, method) for name, time in times.items() if time is not None]
         batch = tokens // length if tokens and length else None
         points.append(_peer_point(row, "stages", "forward", metrics, {"batch": batch}))
+    cards = "-".join(sorted({row["gpu"] for row in rows}))
     source = "peers: stages of the fastest forward"
-    yield ReportedRun(f"reported-peer-stages-{_cards(rows)}", "peer stages", "stages", source, tuple(points))
-
-
-def _cards(rows: list[Row]) -> str:
-    return "-".join(sorted({row["gpu"] for row in rows}))
+    yield ReportedRun(f"reported-peer-stages-{cards}", "peer stages", "stages", source, tuple(points))
 
 
 def _peer_point(row: Row, what: str, pass_: str, metrics: list[rec.MetricData], more: dict[str, Any]) -> ReportedPoint:
@@ -267,7 +258,8 @@ def _peer_point(row: Row, what: str, pass_: str, metrics: list[rec.MetricData], 
     heads = {axis: row.integer(axis) for axis in ("query_heads", "kv_heads", "head_dim", "seq_len")}
     label = f"{name} {what} {row['query_heads']}/{row['kv_heads']} d{row['head_dim']} S={row['seq_len']}"
     axes = {"implementation": name, "workload": "attention", "pass_": pass_, "device": "cuda", **heads, **more}
-    return ReportedPoint(label, axes, row.time(), row.environment, tuple(metrics))
+    environment = {name: row[name] for name in _ENVIRONMENT if row[name]}
+    return ReportedPoint(label, axes, row.time(), environment, tuple(metrics))
 
 
 def exported(rows: list[Row]) -> Iterable[ReportedRun]:
@@ -328,14 +320,10 @@ def _in_brackets(*texts: str) -> str:
 
 
 Reader = Callable[[list[Row]], Iterable[ReportedRun]]
-_LAYOUTS: tuple[tuple[set[str], Reader], ...] = (
+LAYOUTS: tuple[tuple[set[str], Reader], ...] = (
+    # Columns by which a layout is known, and its reader.
     ({"run_id", "run_name", "point_id", "metric", "value", "state"}, exported),
     ({"source", "metric", "value", "status", "kv_groups", "branch"}, seeds),
     ({"implementation", "forward_ms", "forward_backward_ms", "peak_extra_mib"}, peers),
     ({"implementation", "tokens", "compress_ms", "selected_ms"}, stages),
 )
-
-
-def layout(columns: Sequence[str]) -> Reader | None:
-    """Reader for a table with these columns; None if the layout is unknown."""
-    return next((reader for known, reader in _LAYOUTS if known <= set(columns)), None)

@@ -13,6 +13,8 @@ from orchestrator.store.engine import errors, make_engine, parse, shown
 from orchestrator.store.models import Base
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+REVISIONS = sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
+"""Revisions of this version, oldest first: the numbers that the migrations' names begin with."""
 _VERSION = table("alembic_version", column("version_num", String))
 _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one Postgres database
 
@@ -34,7 +36,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
             problem = f"no folder {str(folder)!r} ({err.strerror}); name another"
             raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}") from None
     engine = make_engine(parsed, create=True)
-    head = revisions()[-1]
+    head = REVISIONS[-1]
     try:
         with errors(parsed):
             with engine.connect() as connection:
@@ -45,11 +47,21 @@ def upgrade(url: str) -> tuple[str | None, str]:
                     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
                 before = _revision(connection)
                 if before != head:
-                    views.drop(connection)
+                    from alembic import command  # takes long to import, and most databases are current
+                    from alembic.config import Config
+
+                    config = Config()
+                    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+                    config.attributes["connection"] = connection
+                    # A migration may change any table: the views are made again after it.
+                    for name in reversed(views.QUERIES):
+                        connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
                     if before is None:
                         Base.metadata.create_all(connection)
-                    _migrate(connection, new=before is None)
-                    views.create(connection)
+                    (command.stamp if before is None else command.upgrade)(config, "head")
+                    for name, query in views.QUERIES.items():
+                        view = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
+                        connection.exec_driver_sql(f"CREATE VIEW {name} AS {view}")
                 return before, head
     finally:
         engine.dispose()
@@ -58,25 +70,9 @@ def upgrade(url: str) -> tuple[str | None, str]:
 def check(connection: Connection) -> None:
     """Raise StoreError unless the schema has the newest revision."""
     revision = _revision(connection)
-    if revision != revisions()[-1]:
+    if revision != REVISIONS[-1]:
         problem = "holds no tables yet" if revision is None else f"has the older schema {revision}"
         raise StoreError(f"{SETTING}: {shown(connection.engine.url)!r}: {problem}; run `nsa db upgrade`")
-
-
-def revisions() -> list[str]:
-    """The revisions of this version, oldest first: the numbers that the migrations' names begin with."""
-    return sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
-
-
-def _migrate(connection: Connection, *, new: bool) -> None:
-    """Migrate the tables; those of a new database are the newest, so only their revision is noted."""
-    from alembic import command  # takes long to import, and most databases are current
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    (command.stamp if new else command.upgrade)(config, "head")
 
 
 def _revision(connection: Connection) -> str | None:
@@ -97,6 +93,6 @@ def _revision(connection: Connection) -> str | None:
             f"{SETTING}: {name!r}: has the schema {heads[0]} of a version before 0.2.0, which cannot be read; name a "
             "new database and bring the journals into it: nsa import JOURNAL..."
         )
-    if heads[0] not in revisions():
+    if heads[0] not in REVISIONS:
         raise StoreError(f"{SETTING}: {name!r}: has the schema {heads[0]} of a newer version; update nsa-bench here")
     return heads[0]

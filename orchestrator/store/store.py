@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
-from sqlalchemy import Engine, func, insert, select, text, update
+from sqlalchemy import Engine, func, select, text, update
 from sqlalchemy.orm import Session
 
 from jobs.schema.states import PointState
@@ -20,7 +20,7 @@ from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, StoreError
 from orchestrator.store import schema, writer
 from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
-from orchestrator.store.models import Attempt, Point, Run, Verdict
+from orchestrator.store.models import Attempt, Point, Run
 from orchestrator.store.records import Record, without_nul
 
 LEASE_S = 60
@@ -34,12 +34,12 @@ class LeaseHeld(StoreError):  # noqa: N818  (a temporary condition, not a mistak
     """Another driver measures the run."""
 
 
+@dataclass(frozen=True, eq=False)
 class Store(AbstractContextManager["Store"]):
     """A results database on SQLite or Postgres, opened by `Store.open`; one process writes, any number read."""
 
-    def __init__(self, engine: Engine, *, readonly: bool) -> None:
-        self.engine = engine
-        self.readonly = readonly
+    engine: Engine
+    readonly: bool
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, readonly: bool = False) -> Store:
@@ -56,7 +56,7 @@ class Store(AbstractContextManager["Store"]):
             path = Path(parsed.database or "").absolute()
             if create and not readonly:
                 schema.upgrade(url)
-            elif problem := _no_file(path):
+            elif problem := _problem(path):
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}")
         engine = make_engine(parsed, readonly=readonly)
         try:
@@ -98,32 +98,21 @@ class Store(AbstractContextManager["Store"]):
             host, _, pid = (owner or "").rpartition("/")
             # A killed driver's run can be resumed at once, on its host.
             gone = host == socket.gethostname() and not psutil.pid_exists(int(pid))
-            if owner and expires_at and owner != _process() and expires_at > now and not gone:
+            own = f"{socket.gethostname()}/{os.getpid()}"
+            if owner and expires_at and owner != own and expires_at > now and not gone:
                 raise LeaseHeld(
                     f"run: {run_id!r}: is being measured by process {pid} on {host}, whose lease in {self.name} ends "
                     f"at {expires_at:%H:%M:%S} UTC unless it is renewed; wait for its end, or stop it first: "
                     f"nsa cancel {run_id}"
                 )
-            run.lease_owner, run.lease_expires_at = _process(), now + timedelta(seconds=LEASE_S)
+            run.lease_owner, run.lease_expires_at = own, now + timedelta(seconds=LEASE_S)
 
     def end_lease(self, run_id: str) -> None:
         """End this process's lease on a run. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
-            own = update(Run).where(Run.id == run_id, Run.lease_owner == _process())
-            session.execute(own.values(lease_owner=None, lease_expires_at=None))
-
-    @contextmanager
-    def lease(self, run_id: str) -> Iterator[None]:
-        """A context in which this process has the lease on a run. Raises LeaseHeld, StoreError, StoreUnavailable."""
-        self.take_lease(run_id)
-        try:
-            yield
-        finally:
-            self.end_lease(run_id)
-
-    def apply(self, record: Record) -> None:
-        """Store one journal record (idempotent). Raises StoreError, StoreUnavailable."""
-        self.apply_many([record])
+            own = Run.lease_owner == f"{socket.gethostname()}/{os.getpid()}"
+            ended = update(Run).where(Run.id == run_id, own).values(lease_owner=None, lease_expires_at=None)
+            session.execute(ended)
 
     def apply_many(self, records: Iterable[Record]) -> None:
         """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
@@ -147,12 +136,6 @@ class Store(AbstractContextManager["Store"]):
         with self.session(writes=True) as session:
             session.execute(running.values(**progress))
 
-    def add_verdicts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store verdicts, a mapping of the table's columns a rule. Raises StoreError, StoreUnavailable."""
-        if rows:
-            with self.session(writes=True) as session:
-                session.execute(insert(Verdict), [dict(columns) for columns in rows])
-
     def close(self) -> None:
         self.engine.dispose()
 
@@ -160,12 +143,8 @@ class Store(AbstractContextManager["Store"]):
         self.close()
 
 
-def _process() -> str:
-    return f"{socket.gethostname()}/{os.getpid()}"
-
-
-def _no_file(path: Path) -> str | None:
-    """Problem with the file of a database that should be there, and the fix; None if it is there."""
+def _problem(path: Path) -> str | None:
+    """Why a database that should be there cannot be opened, and the fix; None if it is a file."""
     if is_missing(path):
         return "no such file; run a job or `nsa db upgrade` first"
     try:

@@ -1,8 +1,8 @@
-"""The reporting views: each is written once, here, as a query. Python reads them as tables; `create` makes them."""
+"""The reporting views: each is written once, here, as a query. Python reads them as tables."""
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Connection, Double, Enum, MetaData, Select, String, Table, and_, case, func, select
+from sqlalchemy import Column, Double, Enum, MetaData, Select, String, Table, and_, case, func, select
 from sqlalchemy import literal_column as literal
 
 from jobs.schema.axes import AXES
@@ -13,28 +13,16 @@ _tables = Base.metadata.tables
 _run, _point, _attempt, _environment = (_tables[name] for name in ("run", "point", "attempt", "environment"))
 _metric, _quantity, _series, _verdict = (_tables[name] for name in ("metric", "quantity", "series", "verdict"))
 _metadata = MetaData()  # separate from the models', whose tables alone are compared with the migrations
-_queries: dict[str, Select] = {}
+QUERIES: dict[str, Select] = {}
+"""The views' queries by name, those that others read first; `schema.upgrade` makes them."""
 
 
 def _view(name: str, query: Select) -> Table:
     """The view as a table. States and origins are plain strings there."""
-    _queries[name] = query
+    QUERIES[name] = query
     types = {column.name: column.type for column in query.selected_columns}
     plain = {name: String() if isinstance(kind, Enum) else kind for name, kind in types.items()}
     return Table(name, _metadata, *(Column(name, kind) for name, kind in plain.items()))
-
-
-def create(connection: Connection) -> None:
-    """Create the views."""
-    for name, query in _queries.items():
-        text = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
-        connection.exec_driver_sql(f"CREATE VIEW {name} AS {text}")
-
-
-def drop(connection: Connection) -> None:
-    """Drop the views that exist. A migration may then change any table, as all are created again after it."""
-    for name in reversed(_queries):
-        connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
 
 
 _RUN = (_run.c.id.label("run_id"), _run.c.name.label("run_name"), _run.c.origin, _run.c.source)

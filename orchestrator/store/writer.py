@@ -77,11 +77,8 @@ def _run_ends(session: Session, records: Sequence[rec.RunEndRecord]) -> None:
 
 def _moves(run: Run, record: rec.RunRecord | rec.RunEndRecord) -> bool:
     """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
-
-    def stage(state: RunState) -> int:
-        return 2 if state.ended else int(state is RunState.RUNNING)
-
-    return (record.resumed, stage(record.state), record.at) > (run.resumed, stage(run.state), run.state_at)
+    later, stage = record.state, {RunState.PENDING: 0, RunState.RUNNING: 1}
+    return (record.resumed, stage.get(later, 2), record.at) > (run.resumed, stage.get(run.state, 2), run.state_at)
 
 
 def _plans(session: Session, records: Sequence[rec.PointRecord]) -> None:
@@ -136,14 +133,20 @@ def _starts(session: Session, records: Sequence[rec.StartRecord]) -> None:
 
 def _outcomes(session: Session, records: Sequence[rec.OutcomeRecord]) -> None:
     points = _existing(session, records)
-    environments = {_digest(record.environment): record.environment for record in records if record.environment}
-    _insert_new(session, Environment, [_environment(key, content) for key, content in environments.items()])
+    environments: dict[str, dict[str, Any]] = {}
+    for content in (record.environment for record in records if record.environment):
+        gpu = content.get("gpu")
+        gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
+        gpu = None if gpu is None else rec.without_nul(str(gpu))
+        environments[_digest(content)] = {"id": _digest(content), "gpu": gpu, "content": content}
+    _insert_new(session, Environment, list(environments.values()))
     ended: list[rec.OutcomeRecord] = []
     for record in records:
         point = points[record.point_id]
         attempt = _attempt(point, record.attempt)
         if attempt.state in _UNENDED:
-            attempt.state, attempt.reason, attempt.settled = record.state, record.reason, record.settles
+            attempt.state, attempt.reason = record.state, record.reason
+            attempt.settled = record.final and record.state.settles
             attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
             attempt.route = dict(record.route)
             attempt.environment_id = _digest(record.environment) if record.environment else None
@@ -159,12 +162,6 @@ def _outcomes(session: Session, records: Sequence[rec.OutcomeRecord]) -> None:
             metrics.append({**metric.model_dump(), "samples": list(metric.samples), **of, **more})
     if metrics:  # with RETURNING, as in `_insert_new`
         session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
-
-
-def _environment(key: str, content: dict[str, Any]) -> dict[str, Any]:
-    gpu = content.get("gpu")
-    gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
-    return {"id": key, "gpu": None if gpu is None else rec.without_nul(str(gpu)), "content": content}
 
 
 def _attempt(point: Point, number: int) -> Attempt:
@@ -185,9 +182,8 @@ def _choose_attempt(point: Point) -> None:
 def _artifacts(session: Session, records: Sequence[rec.ArtifactRecord]) -> None:
     """Store files of attempts that are not stored yet."""
     _existing(session, records)
-    for record in records:
-        values = {**record.artifact.model_dump(), "point_id": record.point_id, "attempt": record.attempt}
-        session.execute(_dialect(session).insert(Artifact).on_conflict_do_nothing(), [values])
+    files = [{**one.artifact.model_dump(), "point_id": one.point_id, "attempt": one.attempt} for one in records]
+    session.execute(_dialect(session).insert(Artifact).on_conflict_do_nothing(), files)
 
 
 def _series(session: Session, records: Sequence[rec.SeriesRecord]) -> None:

@@ -41,7 +41,7 @@ def test_a_point_that_is_measured_again_is_shown_with_what_counts(complete: str)
     with Store.open(complete) as store:
         again = {"attempt": 1, "resumed": 1, "key": "new"}
         store.apply_many([first.model_copy(update={"resumed": 1}), planned.model_copy(update=again)])
-        store.apply(StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2))
+        store.apply_many([StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2)])
         store.beat(RUN, f"{RUN}/0", datetime.now(UTC), "timing", 3, 10)
     said = text(show("runs", run=RUN))
     assert "measured again: running" in said
@@ -179,7 +179,7 @@ def test_a_file_is_chosen_shown_and_can_be_downloaded_whole(complete: str, tmp_p
     with Store.open(complete) as opened:
         for name, content in (("note.txt", "a note\n"), ("trace.bin", "\x00trace")):
             file = store.put(Source(name, content), f"{RUN}/0000/1/{name}")
-            opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file))
+            opened.apply_many([ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file)])
             assert data.artifact(file.path, file.size, file.sha256, "") == content.encode()
     app = show("runs", run=RUN, point=f"{RUN}/0")
     assert len(app.selectbox[0].options) == 3

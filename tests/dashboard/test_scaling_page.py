@@ -149,11 +149,11 @@ def test_without_a_number_against_a_length_scaling_says_so(database: str):
     run, point = "20261121-120000-drill-aa11", "20261121-120000-drill-aa11/0"
     metrics = (MetricData(name="elapsed", unit="s", value=8.0),)
     with Store.open(database) as store:
-        store.apply(RunRecord(run_id=run, name="drill", kind="drill", spec={}, spec_hash="5"))
-        store.apply(PointRecord(run_id=run, point_id=point, index=0, key="0", label="slow", config={}, axes={}))
+        store.apply_many([RunRecord(run_id=run, name="drill", kind="drill", spec={}, spec_hash="5")])
+        store.apply_many([PointRecord(run_id=run, point_id=point, index=0, key="0", label="slow", config={}, axes={})])
         assert "No finished point fits this choice yet." in text(show("scaling", run=run))
-        store.apply(StartRecord(run_id=run, point_id=point, attempt=1))
-        store.apply(OutcomeRecord(run_id=run, point_id=point, attempt=1, state=PointState.OK, metrics=metrics))
+        store.apply_many([StartRecord(run_id=run, point_id=point, attempt=1)])
+        store.apply_many([OutcomeRecord(run_id=run, point_id=point, attempt=1, state=PointState.OK, metrics=metrics)])
     st.cache_data.clear()
     said = text(show("scaling", run=run))
     assert "no numbers against a sequence length" in said

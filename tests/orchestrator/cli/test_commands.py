@@ -76,7 +76,7 @@ class TestWithResults:
         assert nsa("show", "r2").out.count("cancelled by nsa cancel") == 4
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             begun = StartRecord(run_id="r2", point_id="r2/0", attempt=2)
-            store.apply(begun)  # a resumed run's first attempt shows at once
+            store.apply_many([begun])  # a resumed run's first attempt shows at once
             assert queries.points(store, "r2")["state"].tolist() == ["running"] + ["cancelled"] * 3
 
     @staticmethod

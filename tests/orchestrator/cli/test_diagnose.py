@@ -61,15 +61,14 @@ def _store(url: str, states: list[RankState], names: list[str] | None = None) ->
         for place, state in enumerate(states):
             name = names[place] if names else f"rank{state.rank}.json"
             file = rec.ArtifactData(name=name, path=f"2/{name}", size=9, sha256="0" * 64, content=state.to_json())
-            store.apply(rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file))
+            store.apply_many([rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file)])
             own = {"training_memory": ("MiB", 404.0 + state.rank), "rank_compute_time": ("ms", 10.0 + 10 * state.rank)}
             for series, (unit, value) in own.items():
-                store.apply(
-                    rec.SeriesRecord(
-                        run_id=HALF, point_id=POINT, attempt=1, rank=state.rank, name=series, unit=unit, steps=(5,),
-                        times=(datetime.now(UTC).timestamp(),), values=(value,),
-                    )
+                sample = rec.SeriesRecord(
+                    run_id=HALF, point_id=POINT, attempt=1, rank=state.rank, name=series, unit=unit, steps=(5,),
+                    times=(datetime.now(UTC).timestamp(),), values=(value,),
                 )  # fmt: skip
+                store.apply_many([sample])
 
 
 def test_a_live_run_is_seen_from_outside(half_finished: str, diagnose: Nsa, busy: int) -> None:

@@ -65,7 +65,7 @@ def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, pa
     file = file.model_copy(update={"name": name, "path": path or file.path})
     with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
         opened.apply_many(sweep(RUN))
-        opened.apply(ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file))
+        opened.apply_many([ArtifactRecord(run_id=RUN, point_id=f"{RUN}/1", attempt=1, artifact=file)])
     return file
 
 

@@ -91,8 +91,8 @@ def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkey
     with sqlite_store.session(writes=True) as session:
         session.execute(update(Run).values(reason=None))
         with pytest.raises(StoreUnavailable, match="locked"):
-            second.apply(sweep()[0])
-    second.apply(sweep()[0])
+            second.apply_many([sweep()[0]])
+    second.apply_many([sweep()[0]])
     second.close()
 
 

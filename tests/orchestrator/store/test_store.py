@@ -21,7 +21,7 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, StoreError, queries, upgrade
 from orchestrator.store.models import Attempt, Base, Metric, Point, Run
 from orchestrator.store.records import MetricData, OutcomeRecord, Record, RunEndRecord, StartRecord
-from orchestrator.store.schema import revisions
+from orchestrator.store.schema import REVISIONS
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -51,7 +51,7 @@ def test_a_change_of_the_tables_has_a_migration():
     """Set the digest to that of the new tables once a file in migrations/versions makes them of the older ones."""
     tables = [str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Base.metadata.sorted_tables]
     digest = hashlib.sha256("".join(tables).encode()).hexdigest()[:12]
-    assert (revisions()[-1], digest) == ("0001", "a06ad94c0998")
+    assert (REVISIONS[-1], digest) == ("0001", "a06ad94c0998")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_one_wrong_record_rolls_back_its_batch(store: Store, sweep, wrong: Recor
 def test_replaying_a_journal_gives_the_same_rows(store: Store, sweep):
     records = sweep(failures={PointState.CRASH: "signal 9", PointState.SKIPPED: "needs 93 GiB"})
     for record in records:
-        store.apply(record)
+        store.apply_many([record])
     before = rows_of(store)
     store.apply_many(records)
     for _ in range(5):
@@ -87,12 +87,12 @@ def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
     store.apply_many(records)
     late = records[-1].at + timedelta(hours=1)
     again = records[0].model_copy(update={"at": late, "resumed": 1})
-    store.apply(again)
+    store.apply_many([again])
     store.apply_many(records)
     with store.session() as session:
         run = session.get_one(Run, RUN)
         assert (run.state, run.resumed, run.created_at, run.ended_at) == (RunState.RUNNING, 1, records[0].at, None)
-    store.apply(RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, resumed=1))
+    store.apply_many([RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, resumed=1)])
     with store.session() as session:
         assert session.get_one(Run, RUN).state is RunState.CANCELLED
 
@@ -117,7 +117,7 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
         (("crash", 0), outcome(late, attempt=3, state=PointState.CRASH, final=False)),
         (("running", 4), StartRecord(run_id=RUN, point_id=f"{RUN}/0", at=late, attempt=4, node="node-3")),
     ]:
-        store.apply(record)
+        store.apply_many([record])
         point = point_of(store)
         assert (point["state"], point["key"], point["attempt"]) == ("ok", records[1].key, 1)
         assert (point["node"], point["route"], metrics_of(store)) == ("bench1", records[3].route, old)
@@ -128,7 +128,7 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
     store.beat(RUN, f"{RUN}/0", late, "time", 3, 10)
     point = point_of(store)
     assert (point["state"], point["phase"], point["done"], point["running_on"]) == ("ok", "time", 3, "node-3")
-    store.apply(outcome(late + timedelta(seconds=9), attempt=4, time=7.0))
+    store.apply_many([outcome(late + timedelta(seconds=9), attempt=4, time=7.0)])
     store.apply_many([*records, *again])
     point = point_of(store)
     assert (point["state"], point["key"], point["attempt"], point["node"]) == ("ok", "other code", 4, "node-3")
@@ -170,7 +170,7 @@ def test_beats_show_progress_of_a_running_point_only(store: Store, sweep):
     store.beat(RUN, f"{RUN}/0", late, "timing", 3, 20)
     point = point_of(store)
     assert (point["phase"], point["done"], point["total"], point["heartbeat_at"]) == ("timing", 3, 20, late)
-    store.apply(records[3])
+    store.apply_many([records[3]])
     store.beat(RUN, f"{RUN}/0", late + timedelta(1), "too late", 4, 20)
     assert point_of(store)["phase"] == "timing"
 
@@ -194,7 +194,7 @@ def test_threads_can_write_at_the_same_time(store: Store, sweep):
     late = sweep()[-1].at
     with ThreadPoolExecutor(6) as threads:
         for n in range(2, 8):
-            threads.submit(store.apply, outcome(late + timedelta(seconds=n), attempt=n, time=float(n)))
+            threads.submit(store.apply_many, [outcome(late + timedelta(seconds=n), attempt=n, time=float(n))])
     assert metrics_of(store) == {"time": 7.0}
 
 
