@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -52,23 +52,13 @@ _NEEDED = ["implementation", "query_heads", "kv_heads", "head_dim", "seq_len", "
 
 
 class Place(NamedTuple):
-    """Coordinates within which figures are comparable."""
+    """Coordinates within which figures are comparable; heads as "12/2 d64"."""
 
-    query_heads: int
-    kv_heads: int
-    head_dim: int
+    heads: str
     dtype: str
     seq_len: int
     batch: int
     pass_: str
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        return self[:4]
-
-    @property
-    def heads(self) -> str:
-        return f"{self.query_heads}/{self.kv_heads} d{self.head_dim}"
 
 
 class Figure(NamedTuple):
@@ -91,6 +81,7 @@ class Bench:
         routes: the kernels of dense attention that ran, by place and implementation.
         shares: the time of each branch, by place and implementation, shortest lengths first.
         peers: the best reported figures of other NSA implementations on the same card, by place and metric.
+        rows: place in the fullest pass and NSA implementation, by layout as in the run, implementation, length.
         alike: the report's other runs with the same card and the same clean commit.
     """
 
@@ -101,16 +92,8 @@ class Bench:
     routes: Mapping[tuple[Place, str], str]
     shares: Mapping[tuple[Place, str], BranchShares]
     peers: Mapping[tuple[Place, str], Figure]
+    rows: Sequence[tuple[Place, str]]
     alike: Sequence[Bench] = ()
-
-    def rows(self) -> list[tuple[Place, str]]:
-        """Rows (place in the fullest pass, NSA implementation), by layout as in the run, implementation, length."""
-        layouts = list(dict.fromkeys(place.layout for place, _ in self.states))
-        rows = [row for row in self.states if row[0].pass_ == self.fullest and not is_dense(row[1])]
-        return sorted(rows, key=lambda row: (layouts.index(row[0].layout), row[1], row[0].seq_len))
-
-    def value(self, place: Place, implementation: str, metric: str) -> float | None:
-        return self.values.get((place, implementation, metric))
 
     def dense(self, place: Place) -> Figure | None:
         """The fastest dense attention of this run and the runs in `alike`, with its kernel; None if not measured."""
@@ -123,11 +106,6 @@ class Bench:
         return min(found, key=lambda figure: figure.value, default=None)
 
 
-def fullest(passes: Collection[str]) -> str:
-    """The pass with the most work: forward+backward if present, else forward."""
-    return BOTH if BOTH in passes else FORWARD
-
-
 def is_dense(implementation: str) -> bool:
     return implementation.startswith("dense")
 
@@ -138,7 +116,7 @@ def run_names(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {run["run_id"]: str(run["name"]) if count[str(run["name"])] == 1 else run["run_id"] for run in runs}
 
 
-def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
+def collect(store: Store, run_ids: Iterable[str]) -> list[Bench]:
     """The runs of kind bench among `run_ids`. Raises StoreUnavailable."""
     runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None and run["kind"] == KIND]
     if not runs:
@@ -154,40 +132,36 @@ def collect(store: Store, run_ids: Sequence[str]) -> list[Bench]:
 
 
 def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: str) -> Bench:
-    states: dict[tuple[Place, str], str] = {}
-    routes: dict[tuple[Place, str], str] = {}
     points = queries.points(store, run["run_id"]).dropna(subset=_NEEDED).to_dict("records")
     several = [axis for axis in ("env", "python") if len({text(row[axis]) for row in points}) > 1]
 
-    def contender(row: Mapping[Any, Any]) -> str:
-        """The implementation, with those of its environment and interpreter of which the run has several."""
-        return row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
+    def at(row: Mapping[Any, Any]) -> tuple[Place, str]:
+        """Place and implementation, with those of its environment and interpreter of which the run has several."""
+        heads = f"{int(row['query_heads'])}/{int(row['kv_heads'])} d{int(row['head_dim'])}"
+        place = Place(heads, row["dtype"], int(row["seq_len"]), int(row["batch"]), row["pass"])
+        return place, row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
 
+    states: dict[tuple[Place, str], str] = {}
+    routes: dict[tuple[Place, str], str] = {}
     for row in points:
-        at = _place(row), contender(row)
-        states.setdefault(at, row["state"])  # the timing point precedes the point of stages
+        states.setdefault(at(row), row["state"])  # the timing point precedes the point of stages
         if is_dense(row["implementation"]) and row["route"]:
-            routes[at] = row["route"].get("dense", "")
+            routes[at(row)] = row["route"].get("dense", "")
     measured = queries.measurements(store, run_ids=[run["run_id"]]).dropna(subset=_NEEDED)
-    values = {(_place(row), contender(row), row["metric"]): row["value"] for row in measured.to_dict("records")}
-    shares = {
-        (_place({**one.series, "seq_len": one.seq_len, "batch": one.batch}), contender(one.series)): one
-        for one in branch_shares(measured)
-    }
-    # Reports may shorten a card's name: H200 is NVIDIA H200.
+    values = {(*at(row), row["metric"]): row["value"] for row in measured.to_dict("records")}
+    shares = {at({**one.series, "seq_len": one.seq_len, "batch": one.batch}): one for one in branch_shares(measured)}
     peers: dict[tuple[Place, str], Figure] = {}
     for row in reported.dropna(subset=[*_NEEDED, "dtype", "gpu"]).to_dict("records"):
-        if is_dense(row["implementation"]) or row["workload"] != "attention" or row["gpu"] not in str(run["gpu"] or ""):
-            continue
-        at = _place(row), row["metric"]
-        if at not in peers or row["value"] < peers[at].value:
-            peers[at] = Figure(row["value"], row["implementation"])
-    return Bench(name, fullest([at.pass_ for at, _ in states]), states, values, routes, shares, peers)
-
-
-def _place(row: Mapping[Any, Any]) -> Place:
-    heads = int(row["query_heads"]), int(row["kv_heads"]), int(row["head_dim"])
-    return Place(*heads, row["dtype"], int(row["seq_len"]), int(row["batch"]), row["pass"])
+        same_card = row["gpu"] in str(run["gpu"] or "")  # reports may shorten a card's name: H200 is NVIDIA H200
+        if row["workload"] == "attention" and same_card and not is_dense(row["implementation"]):
+            figure = Figure(row["value"], row["implementation"])
+            cell = at(row)[0], row["metric"]
+            peers[cell] = min(peers.get(cell, figure), figure, key=lambda one: one.value)
+    fullest = BOTH if any(place.pass_ == BOTH for place, _ in states) else FORWARD
+    layouts = list(dict.fromkeys(place[:2] for place, _ in states))  # heads and dtype
+    rows = [one for one in states if one[0].pass_ == fullest and not is_dense(one[1])]
+    rows.sort(key=lambda row: (layouts.index(row[0][:2]), row[1], row[0].seq_len))
+    return Bench(name, fullest, states, values, routes, shares, peers, rows)
 
 
 def tables(benches: Sequence[Bench]) -> Iterable[Table]:
@@ -195,12 +169,9 @@ def tables(benches: Sequence[Bench]) -> Iterable[Table]:
     explained = _BRANCHES  # said once
     for bench in benches:
         of = f", {bench.name}" if len(benches) > 1 else ""
-        if rows := bench.rows():  # a run of dense attention only has no rows; it appears in the rows of other runs
-            yield Table.of(f"Operator{of}", _OPERATOR, [_operator(bench, *row) for row in rows])
-        pass_ = bench.fullest
-        series = dict.fromkeys((at.layout, at.heads, name) for at, name in bench.states if at.pass_ == pass_)
-        grown = [row for one in series for metric in (TIME, MEMORY) if (row := _growth(bench, *one, metric))]
-        yield Table.of(f"Growth{of}", f"Of {pass_}. {GROWTH}", grown)
+        if bench.rows:  # a run of dense attention only has none; it appears in the rows of other runs
+            yield Table.of(f"Operator{of}", _OPERATOR, [_operator(bench, *row) for row in bench.rows])
+        yield Table.of(f"Growth{of}", f"Of {bench.fullest}. {GROWTH}", _growth(bench))
         for table in _branches(bench, of):
             yield replace(table, note=table.note + explained)
             explained = ""
@@ -209,15 +180,14 @@ def tables(benches: Sequence[Bench]) -> Iterable[Table]:
 
 def _operator(bench: Bench, place: Place, implementation: str) -> dict[str, str]:
     forward, both = places = [place._replace(pass_=pass_) for pass_ in (FORWARD, BOTH)]
-    times = [bench.value(at, implementation, TIME) for at in places]
-    states = [str(bench.states.get((at, implementation), PointState.OK)) for at in places]
-    shown = [
-        state if time is None and state != PointState.OK else _number(time)
-        for time, state in zip(times, states, strict=True)
-    ]
+    times = [bench.values.get((at, implementation, TIME)) for at in places]
+    shown = []
+    for at, time in zip(places, times, strict=True):
+        state = str(bench.states.get((at, implementation), PointState.OK))
+        shown.append(state if time is None and state != PointState.OK else _number(time))
     dense = [bench.dense(forward), bench.dense(both)]
     peers = [bench.peers.get((at, TIME)) for at in places]
-    memory, peer_memory = bench.value(both, implementation, MEMORY), bench.peers.get((both, MEMORY))
+    memory, peer_memory = bench.values.get((both, implementation, MEMORY)), bench.peers.get((both, MEMORY))
     return {
         "heads": place.heads,
         "S": f"{place.seq_len:,}",
@@ -235,18 +205,23 @@ def _operator(bench: Bench, place: Place, implementation: str) -> dict[str, str]
     }
 
 
-def _growth(bench: Bench, layout: tuple[Any, ...], heads: str, name: str, metric: str) -> dict[str, str] | None:
-    """Table row of one series' fit; None if it has too few lengths, or a value that has no logarithm."""
-    found = {
-        place.seq_len: value / place.batch
-        for (place, owner, what), value in bench.values.items()
-        if (place.layout, place.pass_, owner, what) == (layout, bench.fullest, name, metric)
-    }
-    points = list(found), list(found.values())
-    law = fit_growth(*points) if all(value > 0 for value in points[1]) else None
-    if law is None:
-        return None
-    return {"heads": heads, "implementation": name, "metric": metric, **law_cells(law, local_slopes(*points))}
+def _growth(bench: Bench) -> list[dict[str, str]]:
+    """A row per series and metric that has a fit: lengths enough, and no value without a logarithm."""
+    series: dict[tuple[str, ...], dict[str, dict[int, float]]] = {}
+    for place, name in bench.states:
+        if place.pass_ == bench.fullest:
+            series.setdefault((place.heads, place.dtype, name), {TIME: {}, MEMORY: {}})
+    for (place, name, metric), value in bench.values.items():
+        if place.pass_ == bench.fullest and metric in (TIME, MEMORY):
+            series[place.heads, place.dtype, name][metric][place.seq_len] = value / place.batch
+    rows = []
+    for (heads, _, name), metrics in series.items():
+        for metric, values in metrics.items():
+            points = list(values), list(values.values())
+            if all(value > 0 for value in points[1]) and (law := fit_growth(*points)):
+                cells = law_cells(law, local_slopes(*points))
+                rows.append({"heads": heads, "implementation": name, "metric": metric, **cells})
+    return rows
 
 
 def law_cells(law: Growth, local: Sequence[LocalSlope]) -> dict[str, str]:
@@ -292,19 +267,19 @@ def _stages(bench: Bench, of: str) -> Iterable[Table]:
     groups: dict[Any, list[Place]] = defaultdict(list)
     for place, name in bench.states:
         if (place, name) in staged:
-            groups[place.layout, place.pass_, name].append(place)
-    for (_, pass_, name), places in groups.items():
+            groups[place.heads, place.dtype, place.pass_, name].append(place)
+    for (heads, _, pass_, name), places in groups.items():
         places.sort(key=lambda place: place.seq_len)
         spent = [staged[place, name] for place in places]
         names = sorted({stage for times in spent for stage in times}, key=lambda stage: -spent[-1].get(stage, 0.0))
-        calls = [bench.value(place, name, TIME) for place in places]
+        calls = [bench.values.get((place, name, TIME)) for place in places]
         sums = [sum(times.values()) for times in spent]
         gaps = [None if call is None else call - busy for call, busy in zip(calls, sums, strict=True)]
         lines = [(stage, [times.get(stage) for times in spent]) for stage in names]
         lines += [("all kernels", sums), ("gaps", gaps), ("call", calls)]
         rows = [[title, *map(_number, values)] for title, values in lines]
         columns = ["stage", *(f"{place.seq_len:,}" for place in places)]
-        yield Table(f"Stages of {places[0].heads}, {name} {pass_}{of}", _STAGES, columns, rows)
+        yield Table(f"Stages of {heads}, {name} {pass_}{of}", _STAGES, columns, rows)
 
 
 def _number(value: float | None) -> str:

@@ -65,7 +65,7 @@ def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart
         point.encode(x=x, y=y, color=color, shape=shape, tooltip=["series:N", *tooltip]),
     ]
     room = {"top": 22, "left": 5, "right": 5, "bottom": 5}
-    return layered(layers).properties(height=alt.Step(30 + 3 * len(two)), padding=room)
+    return alt.LayerChart(layer=layers).properties(height=alt.Step(30 + 3 * len(two)), padding=room)
 
 
 def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerChart, Legend]:
@@ -116,7 +116,7 @@ def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerCh
         (f"{name}  {series.DASHES[dash]}".rstrip() if looks.count(look) > 1 else name, look)
         for name, look, dash in zip(names.values(), looks, dashes, strict=True)
     ]
-    return layered(layers).properties(height=260), legend
+    return alt.LayerChart(layer=layers).properties(height=260), legend
 
 
 def _mark(row: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -190,9 +190,3 @@ def at(axis: Any, field: str) -> Any:
     other = axis.copy()
     other.shorthand = field
     return other
-
-
-def layered(layers: list[alt.Chart]) -> alt.LayerChart:
-    chart = alt.layer(*layers)
-    assert isinstance(chart, alt.LayerChart), "no layer is faceted"
-    return chart

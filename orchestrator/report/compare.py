@@ -32,6 +32,7 @@ FALSE_DISCOVERIES = 0.01
 _FEWEST = 6  # samples of a side: fewer prove no difference over several cells
 _MOST = 200  # samples of a side whose quotients are all taken; of more, as many quantiles
 _VALUE = 60  # characters of a value that differs
+_NO_VALUE = "--metric: {!r}: {} has no positive value of it; `nsa show RUN --point N` lists them"
 _OF_A_RUN = ("host", "spec.name", "variables.NSA_", "gpu.uuid", "gpu.sm_clock_mhz")
 
 Cell = tuple[tuple[str, Any], ...]
@@ -71,7 +72,7 @@ class Measured:
         return float(np.median(self.samples))
 
 
-_NO_VALUE = Measured("", np.array([math.nan]), None, "")
+_NOTHING = Measured("", np.array([math.nan]), None, "")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def compare(
     quantity = queries.quantities(store, first.run_ids).of(metric)
     (base, before), comparisons = _measured(store, first, metric), []
     if not base:
-        raise _no_value(first, metric)
+        raise UserError(_NO_VALUE.format(metric, first.name))
     for other in others:
         beside, after = _measured(store, other, metric)
         pairs = [
@@ -143,25 +144,19 @@ def compare(
         # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
         gone = [
             Compared(
-                cell, one, _NO_VALUE, threshold, note=why, change=Change.FAILED if why in FAILED else Change.LACKING
+                cell, one, _NOTHING, threshold, note=why, change=Change.FAILED if why in FAILED else Change.LACKING
             )
             for cell, one in base.items()
             if cell not in beside and (why := after.get(cell, "not planned"))
         ]
         failed = [cell for cell in gone if cell.change is Change.FAILED]
         if not beside and not failed:
-            raise _no_value(other, metric)
+            raise UserError(_NO_VALUE.format(metric, other.name))
         missing = Counter(before.get(cell, "not planned") for cell in beside if cell not in base)
         differences = _differences(store, cells)
         cells = (*failed, *cells, *(cell for cell in gone if cell.change is Change.LACKING))
         comparisons.append(Comparison(first, other, quantity, cells, missing, differences))
     return comparisons
-
-
-def _no_value(side: Side, metric: str) -> UserError:
-    return UserError(
-        f"--metric: {metric!r}: {side.name} has no positive value of it; `nsa show RUN --point N` lists them"
-    )
 
 
 def paired(cell: Cell, first: Measured, other: Measured, threshold: float) -> Compared:

@@ -9,7 +9,8 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from copy import copy
+from functools import cache
 from typing import Any
 
 import yaml
@@ -49,10 +50,6 @@ class Evidence:
         self.fits = cache(lambda run_id: scaling_fits(queries.scaling(store, run_ids=[run_id])))
         self._measured = cache(lambda run_id: queries.measurements(store, run_ids=[run_id]).set_index("point_id"))
 
-    def spec(self, file: str, *settings: str, without: Sequence[str] = ()) -> Spec:
-        """A ready spec with settings; its runs are those submitted with them, and not with one of `without`."""
-        return Spec(self, file, settings, without)
-
     def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
         """A point's metrics: value and unit by name."""
         rows = self._measured(row["run_id"])
@@ -63,52 +60,38 @@ class Evidence:
 class Spec:
     """A ready spec with settings, and what its stored runs say."""
 
-    def __init__(self, evidence: Evidence, file: str, settings: Sequence[str], without: Sequence[str]) -> None:
+    def __init__(self, evidence: Evidence, file: str, *settings: str, without: Sequence[str] = ()) -> None:
+        """Find the runs that were submitted with these settings, and not with one of `without`."""
         self._evidence = evidence
         self.file = file
         self.settings = settings
-        self._without = without
         self.title = " ".join([file, *settings])
         self.not_measured = Markup("not measured: `{}`").format(self.title)
-
-    def _loaded(self, *settings: str) -> dict[str, Any]:
-        """The spec with its own and further settings, whole."""
-        spec = self._evidence.load(self.file, (*self.settings, *settings))
-        return self._whole(spec.model_dump(mode="json"))
-
-    def _whole(self, stored: Row) -> dict[str, Any]:
-        """A stored spec with the settings that it leaves out, which had their defaults."""
-        fields = type(self._evidence.load(self.file, ())).model_fields
+        # A setting that a stored spec leaves out had its default.
+        fields = type(evidence.load(file, ())).model_fields
         optional = {name: field for name, field in fields.items() if not field.is_required()}
         defaults = {name: field.get_default(call_default_factory=True) for name, field in optional.items()}
-        return to_jsonable_python(defaults) | dict(stored)
-
-    @cached_property
-    def runs(self) -> list[Row]:
-        """The runs of the spec with its settings, newest first."""
-        own = self._loaded()
-        wanted = {name: _setting(own, name) for name in (each.partition("=")[0] for each in self.settings)}
-        refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in self._without)]
-
-        def fits(ran: Row) -> bool:
+        self._defaults = to_jsonable_python(defaults)
+        self._ready = self._defaults | evidence.load(file, settings).model_dump(mode="json")
+        wanted = {name: _setting(self._ready, name) for name in (each.partition("=")[0] for each in settings)}
+        refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in without)]
+        self.runs: list[Row] = []
+        """Newest first."""
+        for run in evidence.runs:
+            ran = self._defaults | run["spec"]
             asked = all(_setting(ran, name) == value for name, value in wanted.items())
-            return asked and not any(_setting(ran, name) == value for name, value in refused)
-
-        return [run for run in self._evidence.runs if run["name"] == own["name"] and fits(self._whole(run["spec"]))]
-
-    @property
-    def newest(self) -> Row | None:
-        return self.runs[0] if self.runs else None
-
-    @property
-    def all_points(self) -> Sequence[Row]:
-        """Every point of the newest run."""
-        return self._evidence.points(self.newest["run_id"]) if self.newest else []
+            other = any(_setting(ran, name) == value for name, value in refused)
+            if run["name"] == self._ready["name"] and asked and not other:
+                self.runs.append(run)
+        self.newest = self.runs[0] if self.runs else None
+        self.all_points = evidence.points(self.newest["run_id"]) if self.newest else []
 
     def at_commit(self, commit: str) -> Spec:
         """The same spec with its runs of one commit alone."""
-        other = Spec(self._evidence, self.file, self.settings, self._without)
+        other = copy(self)
         other.runs = [run for run in self.runs if run["git_commit"] == commit]
+        other.newest = other.runs[0] if other.runs else None
+        other.all_points = self._evidence.points(other.newest["run_id"]) if other.newest else []
         return other
 
     def points(self, **axes: object) -> list[Row]:
@@ -210,20 +193,17 @@ class Spec:
         """The command that submits what the newest run ran; without one, the spec with its settings."""
         settings = list(self.settings)
         if self.newest:
-            settings += self._differing(self._whole(self.newest["spec"]))
+            ran = self._defaults | self.newest["spec"]
+            differing = changes(self._ready, ran)
+            for each in reversed(differing):  # without those that follow from the others
+                others = [other for other in differing if other != each]
+                with suppress(ValueError):  # a SpecError: without it the others do not go together
+                    spec = self._evidence.load(self.file, (*self.settings, *others)).model_dump(mode="json")
+                    differing = differing if changes(self._defaults | spec, ran) else others
+            settings += differing
         return " ".join(
             ["nsa submit", f"jobs/configs/{self.file}", *(f"--set {shlex.quote(each)}" for each in settings)]
         )
-
-    def _differing(self, ran: Row) -> list[str]:
-        """The settings in which a run differs from this spec, without those that follow from the others."""
-        settings = changes(self._loaded(), ran)
-        for each in reversed(settings):
-            others = [other for other in settings if other != each]
-            with suppress(ValueError):  # a SpecError: without it the others do not go together
-                if not changes(self._loaded(*others), ran):
-                    settings = others
-        return settings
 
 
 def changes(ready: Row, ran: Row) -> list[str]:

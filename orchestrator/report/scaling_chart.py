@@ -17,7 +17,7 @@ import pandas as pd
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Plot, Quantities, Quantity
 from orchestrator.report import series
-from orchestrator.report.charts import Legend, at, layered, length_axis, length_label
+from orchestrator.report.charts import Legend, at, length_axis, length_label
 from orchestrator.report.series import GREY, Row
 
 Frame = Any  # a DataFrame: pandas' stubs refuse much of what it takes
@@ -32,6 +32,19 @@ _GUIDES = {
     Plot.GROWTH: ((1.0, "~ S"), (2.0, "~ S²")),
     Plot.RATE: ((0.0, "linear"), (-1.0, "S²")),
     Plot.STEP_RATE: ((0.0, "constant"), (-1.0, "~ 1/S")),  # decoding: a step makes the same number of tokens at every S
+}
+# Units named on the axis of values in this unit, and Vega's expression for a tick's label.
+_SCALES = {
+    "MiB": (
+        "MiB, GiB",
+        "datum.value >= 1024 ? format(datum.value / 1024, ',') + ' GiB' : "
+        "datum.value >= 1 ? datum.value + ' MiB' : datum.value * 1024 + ' KiB'",
+    ),
+    "ms": (
+        "s, ms, µs",
+        "datum.value >= 1000 ? format(datum.value / 1000, ',') + ' s' : "
+        "datum.value >= 1 ? datum.value + ' ms' : round(datum.value * 1000) + ' µs'",
+    ),
 }
 
 
@@ -58,7 +71,11 @@ def scaling_chart(
     entries = {
         row["series"]: series.look(row["implementation"]) for row in points.sort_values(order).to_dict("records")
     }
-    x, y = length_axis(points["seq_len"].tolist()), _value_axis(points, quantity)
+    # The guides begin at the shortest length, below the points if they grow, above if they fall.
+    start = points.loc[points["seq_len"] == points["seq_len"].min(), "y"]
+    grows = _GUIDES[quantity.plot or Plot.GROWTH][-1][0] > 0
+    anchor = start.min() / 1.6 if grows else start.max() * 1.4
+    x, y = length_axis(points["seq_len"].tolist()), _value_axis(points, quantity, anchor)
     color, shape = _looks(entries, shown=legend)
     pale = alt.Opacity("opacity:Q", scale=None, legend=None)
     interval = alt.Chart(points).mark_rule(strokeWidth=2)
@@ -69,12 +86,12 @@ def scaling_chart(
         for origin, own in points.groupby("origin")
     ]
     layers = [
-        *_guides(points, quantity, x, y),
+        *_guides(points, quantity, anchor, x, y),
         *_fit_lines(points, laws, x, y, color),
         interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
         *marks,
     ]
-    chart = layered(layers).properties(height=height)
+    chart = alt.LayerChart(layer=layers).properties(height=height)
     if len(points) < len(every):
         drawn = f"{len(points):,} of {len(every):,} points, {points['key'].nunique():,} of {len(lengths):,} series"
         chart = chart.properties(title=alt.Title(f"drawn: {drawn}", fontSize=12, fontWeight="normal"))
@@ -133,51 +150,33 @@ def _named(points: Frame, laws: Mapping[str, Row]) -> Frame:
     return points.assign(series=points["key"].map(names), dash=points["key"].map(dashes))
 
 
-def _value_axis(points: Frame, quantity: Quantity) -> alt.Y:
-    anchor = _anchor(points, quantity)
+def _value_axis(points: Frame, quantity: Quantity, anchor: float) -> alt.Y:
     low = float(min(anchor, points[["low", "y"]].min(axis=None))) / 1.5
     high = float(max(anchor, points[["high", "y"]].max(axis=None))) * 1.5
     batched = (points["y"] != points["value"]).any()
     title = f"{quantity.title} per sequence" if batched else quantity.title
     if quantity.unit == "MiB":
-        title, ticks = f"{title} [MiB, GiB]", _binary_ticks(low, high)
-        label = (
-            "datum.value >= 1024 ? format(datum.value / 1024, ',') + ' GiB' : "
-            "datum.value >= 1 ? datum.value + ' MiB' : datum.value * 1024 + ' KiB'"
-        )
-    elif quantity.unit == "ms":
-        title, ticks = f"{title} [s, ms, µs]", _decimal_ticks(low, high)
-        label = (
-            "datum.value >= 1000 ? format(datum.value / 1000, ',') + ' s' : "
-            "datum.value >= 1 ? datum.value + ' ms' : round(datum.value * 1000) + ' µs'"
-        )
+        first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+        step = max(1, math.ceil((last - first) / 7))
+        ticks = [2.0**k for k in range(first - first % step, last + 1, step) if 2.0**k >= low]
     else:
-        title, ticks, label = f"{title} [{quantity.unit}]", _decimal_ticks(low, high), "format(datum.value, ',')"
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        mantissas = (1,) if last - first > 4 else (1, 3) if last - first > 2 else (1, 2, 5)
+        decimals = (mantissa * 10.0**k for k in range(first, last + 1) for mantissa in mantissas)
+        ticks = [float(f"{tick:.3g}") for tick in decimals if low <= tick <= high]
+    units, label = _SCALES.get(quantity.unit, (quantity.unit, "format(datum.value, ',')"))
+    title = f"{title} [{units}]"
     scale = alt.Scale(type="log", domain=[low, high], nice=False)
     lines = title.split(" per sequence ") if len(title) > _TITLE else [title]
     title = [lines[0], f"per sequence {lines[1]}"] if len(lines) > 1 else title
     return alt.Y("y:Q", title=title, scale=scale, axis=alt.Axis(values=ticks, labelExpr=label, gridOpacity=0.35))
 
 
-def _binary_ticks(low: float, high: float) -> list[float]:
-    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
-    step = max(1, math.ceil((last - first) / 7))
-    return [2.0**k for k in range(first - first % step, last + 1, step) if 2.0**k >= low]
-
-
-def _decimal_ticks(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    mantissas = (1,) if last - first > 4 else (1, 3) if last - first > 2 else (1, 2, 5)
-    ticks = (m * 10.0**k for k in range(first, last + 1) for m in mantissas)
-    return [float(f"{tick:.3g}") for tick in ticks if low <= tick <= high]
-
-
-def _guides(points: Frame, quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _guides(points: Frame, quantity: Quantity, anchor: float, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """Lines and labels of the quantity's guide slopes, starting beside the first point so that they cover no series."""
     first, last = points["seq_len"].min(), points["seq_len"].max()
     if first == last:
         return []
-    anchor = _anchor(points, quantity)
     low, high = min(anchor, points["y"].min()) / 1.25, max(anchor, points["y"].max()) * 1.25
     ends, labels = [], []
     for slope, text in _GUIDES[quantity.plot or Plot.GROWTH]:
@@ -189,13 +188,6 @@ def _guides(points: Frame, quantity: Quantity, x: alt.X, y: alt.Y) -> list[alt.C
     line = alt.Chart(pd.DataFrame(ends)).mark_line(color=GREY, strokeDash=[2, 4], strokeWidth=1.5)
     text = alt.Chart(pd.DataFrame(labels)).mark_text(color=GREY, fontSize=12, fontWeight="bold", align="left", dx=5)
     return [line.encode(x=x, y=y, detail="guide:N"), text.encode(x=x, y=y, text="text:N")]
-
-
-def _anchor(points: Frame, quantity: Quantity) -> float:
-    """Start value of the guides at the shortest length: below the points if they grow, above if they fall."""
-    start = points.loc[points["seq_len"] == points["seq_len"].min(), "y"]
-    grows = _GUIDES[quantity.plot or Plot.GROWTH][-1][0] > 0
-    return start.min() / 1.6 if grows else start.max() * 1.4
 
 
 def _fit_lines(points: Frame, laws: Mapping[str, Row], x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -11,7 +10,7 @@ import pandas as pd
 from rich.console import Console
 
 from jobs.schema.quantities import Role, readable
-from jobs.schema.states import PointState, Result
+from jobs.schema.states import Result
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.decisions import Decision, decisions, query
 from orchestrator.judge.rules import QUESTIONS
@@ -32,12 +31,6 @@ def wide_console() -> Console:
     """Console on standard output, 200 columns wide if that is a file or a pipe; it breaks no line but a table's."""
     width = None if Console().is_terminal else _WIDTH_OF_A_PIPE
     return PlainConsole(width=width, markup=False, soft_wrap=True)
-
-
-def print_states(states: Counter[PointState], console: Console) -> None:
-    """Print the number of points by state."""
-    rows = [[str(state), str(states[state])] for state in PointState if states[state]]
-    console.print(Table("Points", "", ["state", "points"], rows).rich())
 
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:

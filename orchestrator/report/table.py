@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,11 +33,9 @@ class Table:
 
     def markdown(self) -> str:
         """Columns and rows as Markdown, without title and note."""
-
-        def line(cells: Iterable[str]) -> str:
-            return f"| {' | '.join(cell if isinstance(cell, Markup) else for_file(cell) for cell in cells)} |"
-
-        return "\n".join([line(self.columns), line(["---"] * len(self.columns)), *(line(row) for row in self.rows)])
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        written = ([cell if isinstance(cell, Markup) else for_file(cell) for cell in line] for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in written)
 
     def html(self) -> str:
         """Columns and rows as HTML, without title and note."""

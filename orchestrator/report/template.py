@@ -8,9 +8,11 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import vl_convert
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
@@ -20,15 +22,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from jobs.schema import plain_text
 from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_line
 from jobs.schema.quantities import readable
-from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.judge.branches import take_overs
 from orchestrator.judge.decisions import decide
 from orchestrator.judge.verdicts import load_gates
 from orchestrator.report import bench
-from orchestrator.report.evidence import ANY, Evidence, LoadSpec, device, tally
+from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import ReportError, growth_chart, png, svg
+from orchestrator.report.write import ReportError, growth_chart, write_file
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
 
@@ -85,9 +86,10 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
     environment.filters |= {"code": lambda value: Markup(plain_text.code(value))}
     # SQLite's driver returns the text of a column of JSON.
     environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
-    figures = (calls.query, calls.table, calls.measured, calls.chart, calls.fits, calls.benches, calls.bench_tables)
-    functions = (*figures, calls.decisions, calls.quantity, evidence.spec, take_overs)
+    functions = (calls.query, calls.table, calls.measured, calls.chart, calls.fits, calls.bench_tables)
+    functions = (*functions, calls.decisions, calls.quantity, take_overs)
     environment.globals |= {each.__name__: each for each in functions} | {"any": ANY, "runs": evidence.runs}
+    environment.globals |= {"spec": partial(Spec, evidence), "benches": partial(bench.collect, evidence.store)}
     try:
         rendered = environment.get_template(name).render()
     except Exception as err:  # whatever a template does wrong
@@ -105,7 +107,7 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
     if ".md" in suffixes:
         rendered = re.sub(r"\n{3,}", "\n\n", rendered)  # what loops and conditions leave
     if out is not None:
-        _write(out, rendered)
+        write_file(out, rendered)
     return rendered
 
 
@@ -116,6 +118,7 @@ class _Calls:
         self._evidence, self._store = evidence, evidence.store
         self._run_ids = [run["run_id"] for run in evidence.runs]
         self._html, self._out = html, out
+        self._draw = Table.html if html else Table.markdown
         self._escape = for_html if html else for_file if markdown else None
 
     def shown(self, value: Any) -> Any:
@@ -146,10 +149,7 @@ class _Calls:
             return Markup("None.")
         columns = columns or list(rows[0])
         cells = [list(row.values()) if isinstance(row, Mapping) else list(row) for row in rows]
-        return self._drawn(Table("", "", columns, [[self.shown(cell) for cell in row] for row in cells]))
-
-    def _drawn(self, table: Table) -> Markup:
-        return Markup(table.html() if self._html else table.markdown())
+        return Markup(self._draw(Table("", "", columns, [[self.shown(cell) for cell in row] for row in cells])))
 
     def measured(
         self, run_ids: Iterable[str], metrics: Sequence[str], columns: Sequence[str] = ("label",), newest: bool = False
@@ -188,24 +188,21 @@ class _Calls:
             raise ReportError(f"chart: {metric!r}: has no rows to draw")
         title = title or f"{quantity.title} per sequence"
         if self._html:
-            return Markup(svg(drawn))
+            return Markup(vl_convert.vegalite_to_svg(drawn))
         if self._out is None:
             return Markup("*(chart: {})*").format(Markup(for_file(title)))
         image = self._out.with_name(f"{self._out.stem}-{metric.replace('_', '-')}.png")
-        _write(image, png(drawn))
+        write_file(image, vl_convert.vegalite_to_png(drawn, scale=2))
         return Markup(f"![{for_file(title)}]({image.name})")
 
     def fits(self, run_ids: Iterable[str]) -> list[Any]:
         """The fitted growth of each series of these runs."""
         return [fit for run_id in run_ids for fit in self._evidence.fits(run_id)]
 
-    def benches(self, run_ids: Iterable[str]) -> list[bench.Bench]:
-        """Runs of kind bench, with their figures beside dense attention and peers."""
-        return bench.collect(self._store, list(run_ids))
-
     def bench_tables(self, run_ids: Iterable[str]) -> list[tuple[str, str, Markup]]:
         """Title, note and table of each table that `nsa report` has of runs of kind bench."""
-        return [(each.title, each.note, self._drawn(each)) for each in bench.tables(self.benches(run_ids))]
+        tables = bench.tables(bench.collect(self._store, list(run_ids)))
+        return [(each.title, each.note, Markup(self._draw(each))) for each in tables]
 
     def decisions(self) -> list[Any]:
         """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""
@@ -222,10 +219,3 @@ class _Calls:
 def number(value: float | None) -> str:
     """A value with four significant digits; "" for None and NaN."""
     return "" if value is None or value != value else readable(value)
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    try:
-        write_output(path, content)
-    except OSError as err:
-        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pandas as pd
+import vl_convert
 
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import for_file, for_html, in_a_line, printable
@@ -63,42 +64,35 @@ def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]
     suffix, images = path.suffix.removeprefix("."), dict[Quantity, Path]()
     if suffix not in FORMATS:
         raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
-    try:
-        if suffix == "md" and run_ids:
-            facts = _Facts(store, run_ids)
-            for quantity, chart in facts.charts().items():
-                images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
-                write_output(images[quantity], png(chart))
-            text = facts.markdown({quantity: quote(image.name) for quantity, image in images.items()})
-        else:
-            text = report(store, run_ids, format=suffix)
-        write_output(path, text)
-    except OSError as err:
-        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+    if suffix == "md" and run_ids:
+        facts = _Facts(store, run_ids)
+        for quantity, chart in facts.charts().items():
+            images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
+            write_file(images[quantity], vl_convert.vegalite_to_png(chart, scale=2))
+        text = facts.markdown({quantity: quote(image.name) for quantity, image in images.items()})
+    else:
+        text = report(store, run_ids, format=suffix)
+    write_file(path, text)
     return [path, *images.values()]
 
 
-def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> Any:
-    """The chart of a quantity against S, as wide as a page; None without rows to draw. Imports Altair only here."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file of a report. Raises ReportError."""
+    try:
+        write_output(path, content)
+    except OSError as err:
+        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+
+
+def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:
+    """The chart of a quantity against S, as wide as a page, in Vega-Lite; None without rows to draw."""
     if sys.flags.optimize > 1:
         raise ReportError("PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it")
-    from orchestrator.report.scaling_chart import drawable, scaling_chart
+    from orchestrator.report.scaling_chart import drawable, scaling_chart  # Altair takes long to import
 
     if drawable(rows, quantity).empty:
         return None
-    return scaling_chart(rows, fits_frame(fits), quantity)[0].properties(width=640)
-
-
-def png(chart: Any) -> bytes:
-    import vl_convert
-
-    return vl_convert.vegalite_to_png(_printable(chart.to_dict()), scale=2)
-
-
-def svg(chart: Any) -> str:
-    import vl_convert
-
-    return vl_convert.vegalite_to_svg(_printable(chart.to_dict()))
+    return _printable(scaling_chart(rows, fits_frame(fits), quantity)[0].properties(width=640).to_dict())
 
 
 def _printable(part: Any) -> Any:
@@ -123,16 +117,22 @@ class _Facts:
         self.general = [run["run_id"] for run in self.runs if run["kind"] != bench.KIND]
         self.quantities = queries.quantities(store, run_ids)
         self.points = queries.states(store, run_ids=run_ids)
-        self.metrics = queries.measurements(store, run_ids=run_ids)
+        metrics = queries.measurements(store, run_ids=run_ids)
+        roles = {name: self.quantities.of(name).role for name in set(metrics["metric"])}
+        self.metrics = metrics.assign(role=[roles[name] for name in metrics["metric"]])
         rows = queries.scaling(store, run_ids=run_ids)
         rows = rows.loc[rows["metric"].isin(self.quantities.names(role=Role.HEADLINE, plots=AGAINST_LENGTH))]
         general = rows["run_id"].isin(self.general)
-        fullest = rows.loc[~general].groupby("run_id")["pass"].agg(lambda passes: bench.fullest([*passes]))
+        self.benches = bench.collect(store, run_ids)
+        fullest = (
+            rows.loc[~general]
+            .groupby("run_id")["pass"]
+            .agg(lambda passes: bench.BOTH if bench.BOTH in set(passes) else bench.FORWARD)
+        )
         self.scaling = rows.loc[general | (rows["pass"] == rows["run_id"].map(fullest))]
         self.fits = scaling_fits(self.scaling)
         self.beside = rows.loc[general & (rows["plot"] == Plot.GROWTH)], queries.scaling(store, origin=Origin.REPORTED)
         self.verdicts = evaluate(store, load_gates(load_settings().gates), run_ids)
-        self.benches = bench.collect(store, run_ids)
         # Of each run's first ok point under each interpreter and environment: clocks and temperatures differ by point.
         ok = self.points[self.points["state"] == "ok"]
         ok = ok.groupby(["run_id", "env", "python"], dropna=False, sort=False).head(1)
@@ -166,7 +166,8 @@ class _Facts:
         parts = [f"<h1>{name}</h1>"]
         for quantity, chart in self.charts().items():
             title = for_html(f"{quantity.title} per sequence")
-            parts.append(f"<figure><figcaption>{title}</figcaption>{svg(chart)}</figure>")
+            image = vl_convert.vegalite_to_svg(chart)
+            parts.append(f"<figure><figcaption>{title}</figcaption>{image}</figure>")
         for table in self.tables():
             parts.append(f"<h2>{for_html(table.title)}</h2>")
             parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
@@ -215,13 +216,8 @@ class _Facts:
         note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
         return Table.of("Runs", note, rows)
 
-    def _of_role(self, role: Role) -> pd.DataFrame:
-        names = [name for name in set(self.metrics["metric"]) if self.quantities.of(name).role is role]
-        return self.metrics.loc[self.metrics["metric"].isin(names)]
-
     def _results(self) -> Table:
-        headline = self._of_role(Role.HEADLINE)
-        headline = headline.loc[headline["run_id"].isin(self.general)]
+        headline = self.metrics.loc[self.metrics["run_id"].isin(self.general) & (self.metrics["role"] == Role.HEADLINE)]
         places = {name: self.quantities.place(name) for name in set(headline["metric"])}
         order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
         ordered = headline.sort_values(order, key=lambda by: by.map(places) if by.name == "metric" else by)
@@ -245,7 +241,7 @@ class _Facts:
 
     def _wide(self, title: str, role: Role, run_ids: Sequence[str] | None = None) -> Iterable[Table]:
         """A table with a row per point and a column per quantity; none without metrics."""
-        metrics = self._of_role(role)
+        metrics = self.metrics.loc[self.metrics["role"] == role]
         metrics = metrics if run_ids is None else metrics.loc[metrics["run_id"].isin(run_ids)]
         if metrics.empty:
             return

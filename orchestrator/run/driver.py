@@ -28,6 +28,7 @@ from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.report import summary
+from orchestrator.report.table import Table
 from orchestrator.run import plan, resume
 from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
@@ -233,7 +234,8 @@ def _close(
     order: Order, state: RunState, states: Counter[PointState], store: Store | None, notes: Sequence[str]
 ) -> None:
     console = summary.wide_console()
-    summary.print_states(states, console)
+    rows = [[str(each), str(states[each])] for each in PointState if states[each]]
+    console.print(Table("Points", "", ["state", "points"], rows).rich())
     for line in notes:
         console.print(line, markup=False, soft_wrap=True)
     if store is not None and state is not RunState.CANCELLED:

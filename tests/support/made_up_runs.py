@@ -164,7 +164,7 @@ def half_finished(database: str) -> str:
     with Store.open(database) as store:
         store.apply_many(small_sweep(HALF, (512, 1024), None, at=started, name="m7c"))
         store.apply_many(_planned(HALF, n, "chunked", "forward+backward", 512 << n, started) for n in (2, 3, 4))
-        store.apply(rec.StartRecord(run_id=HALF, at=started, point_id=f"{HALF}/2", attempt=1, node="bench1"))
+        store.apply_many([rec.StartRecord(run_id=HALF, at=started, point_id=f"{HALF}/2", attempt=1, node="bench1")])
         store.beat(HALF, f"{HALF}/2", datetime.now(UTC), "timing", 3, 10)
     return database
 

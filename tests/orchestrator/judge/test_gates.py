@@ -123,7 +123,7 @@ def test_a_point_without_its_check_leaves_correctness_open(sqlite_store: Store, 
 def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep):
     first = f"{RUN}/0"
     sqlite_store.apply_many(r for r in with_bound(sweep()) if r.type != "outcome" or r.point_id != first)
-    sqlite_store.apply(StartRecord(run_id=RUN, point_id=first, attempt=1))
+    sqlite_store.apply_many([StartRecord(run_id=RUN, point_id=first, attempt=1)])
     judged = by_rule(linear(sqlite_store))["no-failures"]
     assert (judged.result, judged.value) == (UNKNOWN, 0)
     assert "7 of 8 were run to their end" in judged.reason

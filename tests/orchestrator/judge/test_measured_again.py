@@ -35,10 +35,10 @@ def test_it_is_complete_while_its_outcomes_count(
     plans = [record.model_copy(update=late | {"attempt": 1}) for record in records if isinstance(record, PointRecord)]
     sqlite_store.apply_many([records[0].model_copy(update=late), *plans])
     if state is not None:
-        sqlite_store.apply(records[-1].model_copy(update=late | {"state": state}))
+        sqlite_store.apply_many([records[-1].model_copy(update=late | {"state": state})])
     [while_again] = evaluate(sqlite_store, gates)
     assert while_again.rules == before.rules
     wrong = {"run_id": "run", "point_id": plans[0].point_id, "attempt": 2, "at": records[-1].at}
-    sqlite_store.apply(OutcomeRecord(**wrong, state=PointState.ERROR, reason="wrong"))
+    sqlite_store.apply_many([OutcomeRecord(**wrong, state=PointState.ERROR, reason="wrong")])
     [after] = evaluate(sqlite_store, gates)
     assert [rule.result for rule in after.rules] == [Result.UNKNOWN, Result.NO_GO]

@@ -42,6 +42,6 @@ def test_a_run_is_alive_while_resumed_on_a_host_whose_clock_is_behind(store: Sto
         run = of(store)
         assert (run.state, run.resumed, run.host, run.ended_at) == (RunState.RUNNING, 1, "bench2", None)
         store.apply_many(lived[:count])
-    store.apply(lived[-1])
+    store.apply_many([lived[-1]])
     store.apply_many(lived[:-1])
     assert (of(store).state, of(store).created_at) == (RunState.DONE, lived[0].at)
