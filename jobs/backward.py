@@ -1,8 +1,8 @@
 """The backward pass of a model, layer by layer: does it hang, run out of memory, lose a gradient, and at which size?
 
 A point is one size of a model, with one branch or all, under one backend. It is checked against the oracle; then one
-pass is watched layer by layer (jobs.backward), and others are timed without the watch. With `bisect` sizes are
-tried until the smallest that fails is known (jobs.measure.search); a point of each case and variant concludes.
+pass is watched layer by layer, and others are timed without the watch. With `bisect` sizes are tried until the
+smallest that fails is known (jobs.measure.search); a point of each case and variant concludes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 import shutil
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,7 @@ from jobs.measure.model_pass import ModelPass, PassCase
 from jobs.measure.search import BISECTION, Size, Untried, bisected
 from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
-from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
+from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
 from jobs.specs.fields import (
     NSA,
@@ -55,10 +55,9 @@ from nsa_core.memory import predicts
 from nsa_core.model import PRESETS, ModelConfig
 from nsa_core.routes import Branch
 
-FORWARD_MEMORY = Quantity(
-    "forward_memory", "MiB", "Memory allocated after the forward pass", "after forward", Better.LOWER, Role.HEADLINE,
-    Plot.GROWTH,
-)  # fmt: skip
+FORWARD_MEMORY = replace(
+    PEAK_MEMORY, name="forward_memory", title="Memory allocated after the forward pass", short="after forward"
+)
 QUANTITIES = (*BISECTION, TIME, THROUGHPUT, FORWARD_MEMORY, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (
     Axis("preset", "text", "preset"),
@@ -93,6 +92,9 @@ class CaseSpec(Strict):
     def variants(self) -> list[Variant]:
         return [Variant(self, *each) for each in product(self.branches, sorted(self.repeats), self.anomaly)]
 
+    def sizes(self) -> list[Size]:
+        return list(product(sorted(self.layers), sorted(self.lengths)))
+
 
 class Variant(NamedTuple):
     """A case with one branch or "all", one number of repeats, and anomaly mode or not."""
@@ -114,9 +116,6 @@ class DrillSpec(Strict):
 
     hang_in_layer: Layers = Field(description="the layer whose backward pass never ends")
     from_length: Length = Field(default=1, description="of the sequences for which it does not")
-
-    def hangs(self, layers: int, length: int) -> bool:
-        return layers >= self.hang_in_layer and length >= self.from_length
 
 
 class BisectSpec(Strict):
@@ -169,20 +168,18 @@ class Spec(JobSpec):
                     f"use at least nsa.cmp_block = {learned}"
                 )
         refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
-        sizes = [size for case in self.cases for size in product(case.layers, case.lengths)]
-        if self.drill and not any(self.drill.hangs(*size) for size in sizes):
+        largest = [(max(case.layers), max(case.lengths)) for case in self.cases]
+        if (drill := self.drill) and not any(a >= drill.hang_in_layer and b >= drill.from_length for a, b in largest):
             raise ValueError(
-                f"drill.hang_in_layer: {self.drill.hang_in_layer}: no case has such a layer at "
-                f"{self.drill.from_length} tokens; use one that a case has"
+                f"drill.hang_in_layer: {drill.hang_in_layer}: no case has such a layer at {drill.from_length} tokens; "
+                "use one that a case has"
             )
-        labels = Counter(
-            variant.label(size)
-            for case in self.cases
-            for variant in case.variants()
-            for size in ([None] if self.bisect else product(case.layers, case.lengths))
-        )
-        if repeated := next((label for label, count in labels.items() if count > 1), None):
-            raise ValueError(f"cases: {repeated!r} appears more than once; leave it out of one case")
+        seen: set[str] = set()
+        for case in self.cases:
+            for variant, size in product(case.variants(), [None] if self.bisect else case.sizes()):
+                if (label := variant.label(size)) in seen:
+                    raise ValueError(f"cases: {label!r} appears more than once; leave it out of one case")
+                seen.add(label)
         return self
 
     @model_validator(mode="after")
@@ -190,10 +187,10 @@ class Spec(JobSpec):
         """Refuse a search without a choice; a size has the search's seconds."""
         if self.bisect is None:
             return self
-        if self.timing != type(self).model_fields["timing"].default:  # a stored spec has its defaults, too
+        if self.timing != TimingSpec():  # a stored spec has its defaults, too
             raise ValueError("timing: a search times nothing; leave it out, or leave bisect out")
         for number, case in enumerate(self.cases):
-            if len(case.layers) == len(case.lengths) == 1:
+            if len(case.sizes()) == 1:
                 raise ValueError(f"cases.{number}.layers: {case.layers}: one size leaves nothing to search; add others")
         point_s = min(self.deadlines.point_s, self.bisect.size_s)
         return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
@@ -207,8 +204,7 @@ class Spec(JobSpec):
         return [
             self._point(machine, variant, name, size)
             for case in self.cases
-            for size in product(sorted(case.layers), sorted(case.lengths))
-            for variant, name in product(case.variants(), self.implementations)
+            for size, variant, name in product(case.sizes(), case.variants(), self.implementations)
             if computes(name, variant.branch)
         ]
 
@@ -230,8 +226,7 @@ class Spec(JobSpec):
                 found.append(self._point(machine, variant, name, untried.size))
                 continue
             point = self._point(machine, variant, name, max(known))
-            answer = {metric.name: metric.value for metric in metrics}
-            case = Case.model_validate({**point.config, "answer": answer})
+            case = Case.model_validate({**point.config, "answer": {metric.name: metric.value for metric in metrics}})
             axes = replace(point.axes, seq_len=None, layers=None)
             found.append(Point("backward", search, case, axes, conclusion=Conclusion(metrics, sentence)))
         return found
@@ -241,6 +236,7 @@ class Spec(JobSpec):
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
         settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
         place = {"implementation": name, "pass_": "forward+backward", "seq_len": seq_len, "batch": self.batch}
+        hangs = drill is not None and layers >= drill.hang_in_layer and seq_len >= drill.from_length
         case = Case(
             **place,
             **case_fields(self, machine),
@@ -248,7 +244,7 @@ class Spec(JobSpec):
             model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
             repeats=variant.repeats,
             anomaly=variant.anomaly,
-            hang_in_layer=drill.hang_in_layer if drill and drill.hangs(*size) else None,
+            hang_in_layer=drill.hang_in_layer if drill and hangs else None,
             timing=None if self.bisect else self.timing,
             search=f"{name} {variant.label()}" if self.bisect else None,
         )
@@ -272,60 +268,45 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """
     folder = Path(tempfile.gettempdir()) / FAILURE_FILES
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier point of this process
-    files = {"trace.txt": trace_branch(case, case.model.branches[0])} if case.model.branches != BRANCHES else {}
+    whole = case.model.branches == BRANCHES
+    files = {} if whole else {"trace.txt": trace_branch(case, case.model.branches[0])}
 
-    def watched(call: BackwardPass) -> None:
+    def watched(call: ModelPass) -> None:
         watch = LayerWatch([*call.model.blocks], call.device, beat, folder, case.hang_in_layer)
         files.update(watch.run(call.forward, call.backward))
 
     how: dict[str, Any] = {"first_run": watched, "timing": case.timing, "memory": case.search is None}
-    call, measured = measure_call(case, lambda: BackwardPass(case), beat, **how)
+    with torch.autograd.set_detect_anomaly(case.anomaly):
+        call, measured = measure_call(case, lambda: repeated_pass(case), beat, **how)
     if {*case.model.branches} != set(measured.route) - {"select"}:
         own, ran = ", ".join(sorted(case.model.branches)), ", ".join(measured.route)
         raise WrongResult(f"{case.implementation}: a model of {own} ran {ran}")
     metrics = measured.metrics
     if case.search is None:
         call.clear()
-        held = measure_held(call.forward, call.device, tensor_bytes(call.resident)) / 2**20
+        with torch.autograd.set_detect_anomaly(case.anomaly):
+            held = measure_held(call.forward, call.device, tensor_bytes(call.resident)) / 2**20
         metrics = (Metric.of(FORWARD_MEMORY, held, method="all tensors while the loss is alive"), *metrics)
     return replace(measured, metrics=metrics, files={**measured.files, **files})
 
 
-class BackwardPass(ModelPass):
-    """A model's forward and backward pass, with repeated attention and in anomaly mode if the case says so."""
+def repeated_pass(case: Case) -> ModelPass:
+    """The pass of a model whose layers run their attention `repeats` times, each time on its input and its output."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self._anomaly = case.anomaly
-        for block in self.model.blocks if case.repeats > 1 else ():
-            block.attention = Repeated(block.get_submodule("attention"), case.repeats)
-
-    def forward(self) -> Tensor:
-        with torch.autograd.set_detect_anomaly(self._anomaly):
-            return super().forward()
-
-    def backward(self, loss: Tensor) -> None:
-        with torch.autograd.set_detect_anomaly(self._anomaly):
-            super().backward(loss)
-
-
-class Repeated(nn.Module):
-    """Attention that a layer runs several times, each time on the sum of its input and its output."""
-
-    def __init__(self, attention: nn.Module, times: int) -> None:
-        super().__init__()
-        self.attention, self.times = attention, times
-
-    def forward(self, x: Tensor, cache: None = None) -> Tensor:
-        for _ in range(self.times):
-            x = x + self.attention(x)
+    def repeat(attention: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        x = args[0] + out
+        for _ in range(case.repeats - 1):
+            x = x + attention.forward(x)
         return x
+
+    call = ModelPass(case)
+    for block in call.model.blocks if case.repeats > 1 else ():
+        block.get_submodule("attention").register_forward_hook(repeat)
+    return call
 
 
 LAYERS, STATS = "layers.json", "memory_stats.json"
 """Files of a watched pass: its marks; the CUDA allocator's statistics at the last of them."""
-
-_MIB = 2**20
 
 
 class BrokenGradient(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -336,8 +317,7 @@ class PassFailed(Exception):  # noqa: N818 - as above
     """The pass raised at a place."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A place of the pass that was reached."""
 
     place: str  # "forward of layer 2", "backward of layer 2"
@@ -389,8 +369,8 @@ class LayerWatch:
             place = next(mark.place for mark in self.marks if not mark.finite)
             raise BrokenGradient(f"the loss is {loss.item()}; values are not finite from here on: {place}")
         self._check_gradients()
-        marks = (self.folder / LAYERS).read_text()
-        return {LAYERS: marks, "memory_before.txt": before, "memory_after.txt": memory_report(self.device)}
+        marks, after = (self.folder / LAYERS).read_text(), memory_report(self.device)
+        return {LAYERS: marks, "memory_before.txt": before, "memory_after.txt": after}
 
     def _enter(self, number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
         count = len(self.layers)
@@ -399,11 +379,10 @@ class LayerWatch:
             return
         self._reach(f"forward of layer {number}", number - 1, args[0])
         if number == 1 and args[0].requires_grad:
-            args[0].register_hook(lambda grad: self._reach("backward of the embedding", count, grad))
+            args[0].register_hook(partial(self._reach, "backward of the embedding", count))
 
     def _leave(self, number: int, _: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
         def _arrive(grad: Tensor) -> None:
-            """The gradient of the layer's output is there: its backward pass begins."""
             self._reach(f"backward of layer {number}", len(self.layers) - number, grad)
             while number == self.hang_in:
                 time.sleep(3600)
@@ -416,19 +395,16 @@ class LayerWatch:
         self.beat(place, done, len(self.layers))
         finite = arrived is None or bool(arrived.detach().isfinite().all())
         stats = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
-        allocated = stats["allocated_bytes.all.current"] / 2**20 if stats else None
-        reserved = stats["reserved_bytes.all.current"] / 2**20 if stats else None
-        seconds = time.perf_counter() - self.start
-        self.marks.append(Mark(place, seconds, allocated, reserved, resident_bytes() / 2**20, finite))
-        lines = ",\n".join(json.dumps(asdict(mark)) for mark in self.marks)
+        sizes = [stats[f"{what}_bytes.all.current"] / 2**20 if stats else None for what in ("allocated", "reserved")]
+        self.marks.append(Mark(place, time.perf_counter() - self.start, *sizes, resident_bytes() / 2**20, finite))
+        lines = ",\n".join(json.dumps(mark._asdict()) for mark in self.marks)
         (self.folder / LAYERS).write_text(f"[\n{lines}\n]\n")
         if stats:
             (self.folder / STATS).write_text(json.dumps(stats, indent=1))
 
     def _check_gradients(self) -> None:
         """Raise BrokenGradient for the first layer, in the order of the backward pass, without a good gradient."""
-        reached = {mark.place: mark.finite for mark in self.marks}
-        count = len(self.layers)
+        reached, count = {mark.place: mark.finite for mark in self.marks}, len(self.layers)
         for number in range(count, 0, -1):
             none = f"layer {number} of {count} is the first without a gradient"
             infinite = f"layer {number} of {count} is the first with a gradient that is not finite"

@@ -29,8 +29,6 @@ from nsa_core.kernels.runtime.launch import Started, observe
 
 QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)
 
-_STAGED = "triton"  # the backend whose launches name their stage
-
 
 class Case(OperatorCase):
     """One point; `profiles` calls are profiled for its stages, None: it is timed."""
@@ -60,7 +58,7 @@ class Spec(LayoutsSpec):
         for point in timed if machine.device == "cuda" and self.profiles else ():
             case = point.case
             assert isinstance(case, Case)
-            if (case.implementation, case.pass_) == (_STAGED, max(self.passes, key=len)):
+            if case.implementation == "triton" and case.pass_ == max(self.passes, key=len):  # its launches name stages
                 profiled = case.model_copy(update={"profiles": self.profiles})
                 staged.append(replace(point, label=f"{point.label} stages", case=profiled))
         return timed + staged
@@ -79,16 +77,16 @@ def measure(case: Case, beat: Beat) -> Measurement:
     return replace(measured, metrics=(*stages, *measured.metrics), files={"kernels.txt": kernels})
 
 
+class ProfileError(RuntimeError):
+    """The profile does not match the launches. No stage is reported then, as times would be incomplete."""
+
+
 class Kernel(NamedTuple):
     """One run of a kernel on the device; times in nanoseconds."""
 
     name: str
     start: int
     duration: int
-
-
-class ProfileError(RuntimeError):
-    """The profile does not match the launches. No stage is reported then, as times would be incomplete."""
 
 
 def measure_stages(call: Callable[[], object], device: torch.device, runs: int, beat: Beat) -> tuple[list[Metric], str]:

@@ -1,8 +1,8 @@
 """The longest sequence that a model trains on within a card's memory: as predicted, and as measured.
 
 Each length that is tried is a point: from the longest that is predicted to fit upwards until one runs out of memory, or
-downwards until one fits, so that the next longer one is shown to fail. With a plan the longest one is looked for, too,
-that trains as fast as the plan needs. A point of each implementation, batch and checkpointing has the conclusion.
+downwards until one fits. With a plan the longest one is looked for, too, that trains as fast as the plan needs. A
+further point of each implementation, batch and checkpointing has the conclusion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
 from jobs.measure.model_pass import ModelPass, PassCase, PresetSpec
-from jobs.measure.search import Untried, last_that_fits, outcome
+from jobs.measure.search import Untried, outcome
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
@@ -32,15 +32,12 @@ from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
 LONGEST_PREDICTED = Quantity("longest_predicted", "token", "Longest sequence predicted to fit", role=Role.HEADLINE)
-LONGEST_IN_PLAN = Quantity(
-    "longest_in_plan", "token", "Longest sequence that fits and meets the plan", "longest in plan", Better.HIGHER,
-    Role.HEADLINE,
-)  # fmt: skip
-SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
-QUANTITIES = (
-    *(LONGEST, LONGEST_IN_PLAN, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, THROUGHPUT_NEEDED),
-    *(*MEMORY, *AGREEMENT, *TELEMETRY),
+LONGEST_IN_PLAN = replace(
+    LONGEST, name="longest_in_plan", title="Longest sequence that fits and meets the plan", short="longest in plan"
 )
+SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
+CONCLUSION = (LONGEST, LONGEST_IN_PLAN, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, THROUGHPUT_NEEDED)
+QUANTITIES = (*CONCLUSION, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (Axis("checkpointing", "text", "checkpointing"),)
 
 _STEPS = 3  # timed at the longest length
@@ -70,72 +67,73 @@ class Spec(PresetSpec):
         return self.next_points(machine, ())
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
-        """For each search the next length to try, or its conclusion."""
+        """For each search the next length to try, or its conclusion; none where a length neither fits nor runs out."""
         tried: dict[tuple[Any, ...], dict[int, EndedPoint]] = defaultdict(dict)
-        for each in (each for each in ended if each.point.conclusion is None):
-            case = Case.model_validate(each.point.config)
-            tried[case.implementation, case.batch, case.model.checkpointing][case.seq_len] = each
-        found = []
-        for series in product(self.implementations, self.batches, self.checkpointing):
-            known = tried[series]
-            if all(each.state in (PointState.OK, PointState.OOM) for each in known.values()):
-                cases = [self._case(machine, series, length) for length in sorted(self.lengths)]
-                found.append(self._next(machine, cases, known))
-        return found
+        for each in ended:
+            if each.point.conclusion is None:
+                case = Case.model_validate(each.point.config)
+                tried[case.implementation, case.batch, case.model.checkpointing][case.seq_len] = each
+        return [
+            self._next(machine, *series, tried[series])
+            for series in product(self.implementations, self.batches, self.checkpointing)
+            if all(each.state in (PointState.OK, PointState.OOM) for each in tried[series].values())
+        ]
 
-    def _case(self, machine: Machine, series: tuple[str, int, bool], seq_len: int) -> Case:
-        implementation, batch, checkpointing = series
-        gib = self.memory_gib
-        limit = machine.memory_bytes if gib is None else min(machine.memory_bytes, int(gib * 2**30))
-        place = {"implementation": implementation, "seq_len": seq_len, "batch": batch, "dtype": self.precision}
-        model = self.model(implementation, checkpointing=checkpointing)
-        return Case(pass_="train", **place, **case_fields(self, machine), model=model, limit_bytes=limit)
-
-    def _next(self, machine: Machine, cases: Sequence[Case], tried: Mapping[int, EndedPoint]) -> Point:
+    def _next(
+        self, machine: Machine, implementation: str, batch: int, checkpointing: bool, tried: Mapping[int, EndedPoint]
+    ) -> Point:
         """The next length to try, also where it is predicted not to fit; skipped where not even the weights do."""
-        lengths = [case.seq_len for case in cases]
-        estimates = [case.estimate() if predicts(case.implementation) else None for case in cases]
-        fit = sum(x is not None and x.total <= case.limit_bytes for x, case in zip(estimates, cases, strict=True))
-
-        def fits(place: int) -> bool:
-            return outcome(tried, lengths[place]).state is PointState.OK
-
+        lengths, limit = sorted(self.lengths), machine.memory_bytes
+        if self.memory_gib is not None:
+            limit = min(limit, int(self.memory_gib * 2**30))
+        place = {"implementation": implementation, "seq_len": lengths[0], "batch": batch, "dtype": self.precision}
+        model = self.model(implementation, checkpointing=checkpointing)
+        shortest = Case(pass_="train", **place, **case_fields(self, machine), model=model, limit_bytes=limit)
+        cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]
+        estimates = [case.estimate() if predicts(implementation) else None for case in cases]
+        fit = sum(estimate is not None and estimate.total <= limit for estimate in estimates)
+        kept = "on" if checkpointing else "off"
+        label, more = f"{implementation} batch {batch}, checkpointing {kept}", {"checkpointing": kept}
         try:
-            metrics, warning = self._answer(lengths, last_that_fits(fits, len(lengths), max(fit - 1, 0)), tried)
+            metrics, warning = self._answer(lengths, max(fit - 1, 0), tried)
         except Untried as untried:
             place = lengths.index(untried.size)
-            estimate = estimates[place]
+            case, estimate = cases[place], estimates[place]
+            total = None if estimate is None else estimate.total
             weights = None if estimate is None else estimate.parameters + estimate.optimizer
-            return _point(
-                cases[place],
-                f" S={untried.size}",
-                untried.size,
-                estimate_bytes=None if estimate is None else estimate.total,
-                skip_reason=does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset"),
-                answers=frozenset({PointState.OOM}),
+            skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset")
+            answers = frozenset({PointState.OOM})
+            return Point(
+                self.kind, f"{label} S={case.seq_len}", case, case.axes(more=more), total, skip, answers=answers
             )
         if fit:
             metrics.append(Metric.of(LONGEST_PREDICTED, lengths[fit - 1], method="nsa_core.memory"))
-        answered = cases[0].model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
-        return _point(answered, "", None, conclusion=Conclusion(tuple(metrics), warning))
+        case = shortest.model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
+        conclusion = Conclusion(tuple(metrics), warning)
+        return Point(self.kind, label, case, case.axes(seq_len=None, more=more), conclusion=conclusion)
 
     def _answer(
-        self, lengths: Sequence[int], longest: int | None, tried: Mapping[int, EndedPoint]
+        self, lengths: Sequence[int], guess: int, tried: Mapping[int, EndedPoint]
     ) -> tuple[list[Metric], str | None]:
-        """Metrics of a search that is over, and a warning if no length is fast enough for the plan.
+        """Metrics of a search that is over, and a warning if no length fits, or is fast enough for the plan.
 
-        Raises:
-            Untried: the plan asks for the speed of another length.
+        `guess` is the place of the first length to try. Raises Untried for the next one.
         """
-        if longest is None:
+        longest = guess
+        if outcome(tried, lengths[guess]).state is PointState.OK:
+            while lengths[longest + 1 :] and outcome(tried, lengths[longest + 1]).state is PointState.OK:
+                longest += 1
+        else:
+            while longest >= 0 and outcome(tried, lengths[longest]).state is not PointState.OK:
+                longest -= 1
+        if longest < 0:
             warning = f"lengths: {lengths[0]}: the shortest runs out of memory; give shorter ones"
             return [Metric.of(SHORTEST_FAILED, lengths[0], method="the first of the spec's lengths")], warning
-        best = tried[lengths[longest]].metrics
         metrics = [Metric.of(LONGEST, lengths[longest], method="of the spec's lengths, a few steps of training")]
         for quantity in (THROUGHPUT, *MEMORY):
-            if quantity.name in best:
-                metrics.append(Metric.of(quantity, best[quantity.name], method="at the longest length"))
-        if longest + 1 < len(lengths):
+            if (value := tried[lengths[longest]].metrics.get(quantity.name)) is not None:
+                metrics.append(Metric.of(quantity, value, method="at the longest length"))
+        if lengths[longest + 1 :]:
             metrics.append(Metric.of(SHORTEST_FAILED, lengths[longest + 1], method="the next of the spec's lengths"))
         if self.plan is None:
             return metrics, None
@@ -145,20 +143,12 @@ class Spec(PresetSpec):
             rates[length] = outcome(tried, length).metrics[THROUGHPUT.name]
             if rates[length] >= needed:
                 method = f"median of steps: {rates[length]:,.0f} tok/s, of which the plan needs {needed:,.0f}"
-                metrics.append(Metric.of(LONGEST_IN_PLAN, length, method=method))
-                return metrics, None
+                return [*metrics, Metric.of(LONGEST_IN_PLAN, length, method=method)], None
         fastest = max(rates, key=lambda length: rates[length])
         return metrics, (
             f"plan: no length that fits trains at the {needed:,.0f} tok/s that it needs; the fastest, S={fastest}, "
             f"at {rates[fastest]:,.0f}"
         )
-
-
-def _point(case: Case, ending: str, seq_len: int | None, **fields: Any) -> Point:
-    kept = "on" if case.model.checkpointing else "off"
-    label = f"{case.implementation} batch {case.batch}, checkpointing {kept}{ending}"
-    axes = case.axes(seq_len=seq_len, more={"checkpointing": kept})
-    return Point(kind="capacity", label=label, case=case, axes=axes, **fields)
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

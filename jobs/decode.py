@@ -55,31 +55,33 @@ class Case(ModelCase):
         return self.batch
 
     def check(self) -> Agreement:
-        """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once.
+        """Compare steps behind a prefilled cache with the float64 oracle on all tokens at once. Raises WrongResult.
 
         Their number completes a compressed token. All sides use the same rounded keys. A learned compression needs a
         layer; the mean replaces it here.
-
-        Raises:
-            WrongResult: the error exceeds the bound of `judge`.
         """
         config = replace(self.model.nsa, compress="mean")
         heads, seq_len = small_case(config, self.shape)
         model = replace(self.model, heads=heads.query_heads, kv_heads=heads.kv_heads, nsa=config)
         small, steps = self.model_copy(update={"model": model}), config.cmp_stride + 1
         tokens = _tokens(small, 1, seq_len, self.seed)
-        _, k, v = _rotated({name: x[:, :-steps] for name, x in tokens.items()})
+        q, k, v = tokens["q"], tokens["k"].unbind(2), tokens["v"].unbind(2)
+        cos, sin = angles(torch.arange(seq_len, device=q.device), q.shape[-1], _THETA, q.dtype)
+        # Keys are rotated but for those that are compressed first.
+        keys, values = (k[0], rotate(k[1], cos, sin), rotate(k[2], cos, sin)), (v[0], v[1], v[2])
+        early_k, early_v = ((a[:, :-steps], b[:, :-steps], c[:, :-steps]) for a, b, c in (keys, values))
         if model.attention == DENSE:
             cache = DenseCache()
-            cache.take(k[1], v[1])
+            cache.take(early_k[1], early_v[1])
         else:
             cache = NSACache(config)
-            cache.take(k, v)
-            cache.add_compressed(*_means(config, k[0], v[0], 0))
+            cache.take(early_k, early_v)
+            cache.add_compressed(*_means(config, early_k[0], early_v[0], 0))
         singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
         got = torch.cat([_step(small, single, cache) for single in singles], 1)
-        eager = _last_rows(small, tokens, steps, "naive", self.torch_dtype)
-        truth = _last_rows(small, tokens, steps, "reference", torch.float64)
+        last = rotate(q, cos, sin)[:, -steps:], torch.sigmoid(tokens["gates"])[:, -steps:]
+        eager = _attention(small, *last, keys, values, "naive", self.torch_dtype)
+        truth = _attention(small, *last, keys, values, "reference", torch.float64)
         outputs = {"output": got}, {"output": eager}, {"output": truth}
         return judge(*outputs, self.torch_dtype, f"{steps} steps to S={seq_len}, {heads}", self.implementation)
 
@@ -96,7 +98,7 @@ class Spec(WorkloadSpec):
     shape: HeadsSpec | None = Field(default=None, description="instead of a preset, for workload attention")
 
     @model_validator(mode="after")
-    def _check_shape(self) -> Self:
+    def _check_model(self) -> Self:
         if self.preset is None and (self.shape is None or self.workload == "model"):
             raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
         refuse_idle(self, self.nsa, self.implementations, None)
@@ -108,11 +110,12 @@ class Spec(WorkloadSpec):
         refuse_unusable(self.implementations, machine, self.dtype, base, (DENSE,))
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             dense = implementation == DENSE
-            model = replace(base, **({"attention": DENSE} if dense else {"backend": implementation}))
-            if self.workload == "attention":
-                nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
-                sizes = {"nsa": nsa, "attention": model.attention, "backend": model.backend}
-                model = bare_model(model.heads, model.kv_heads, model.head_dim, model.layers, **sizes)
+            attention = {"attention": DENSE} if dense else {"backend": implementation}
+            if self.workload == "model":
+                model = replace(base, **attention)
+            else:
+                nsa = NSAConfig() if dense else base.nsa  # dense attention has none, so it may not change the key
+                model = bare_model(base.heads, base.kv_heads, base.head_dim, base.layers, nsa=nsa, **attention)
             place = {"implementation": implementation, "pass_": "decode", "seq_len": seq_len, "batch": self.batch}
             own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing}
             case = Case(**place, **case_fields(self, machine), **own, model=model)
@@ -228,20 +231,14 @@ def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]
     return {name: torch.randn(batch, tokens, *size, **options) for name, size in sizes.items()}
 
 
-def _last_rows(case: Case, tokens: Mapping[str, Tensor], rows: int, backend: str, dtype: torch.dtype) -> Tensor:
-    """Attention [1,rows,Hq,D] of the last rows to all tokens; rotated in the given dtype, then computed in `dtype`."""
+def _attention(
+    case: Case, q: Tensor, gates: Tensor, keys: Triple, values: Triple, backend: str, dtype: torch.dtype
+) -> Tensor:
+    """Attention [1,rows,Hq,D] of the last rows to all tokens, rotated and compressed as given, computed in `dtype`."""
     config = case.model.nsa
-    q, k, v = _rotated(tokens)
-    k_cmp, v_cmp = (x.to(dtype) for x in _means(config, k[0], v[0], 0))
-    q, gates = q[:, -rows:].to(dtype), torch.sigmoid(tokens["gates"])[:, -rows:].to(dtype)
-    keys, values = ((cmp.to(dtype), slc.to(dtype), win.to(dtype)) for cmp, slc, win in (k, v))
+    k_cmp, v_cmp = (x.to(dtype) for x in _means(config, keys[0], values[0], 0))
+    q, gates = q.to(dtype), gates.to(dtype)
+    keys, values = ((cmp.to(dtype), slc.to(dtype), win.to(dtype)) for cmp, slc, win in (keys, values))
     if case.model.attention == DENSE:
         return BACKENDS[backend].window(q, keys[1], values[1], None, keys[1].shape[1], q.shape[-1] ** -0.5)
     return nsa_attention(q, keys, values, gates, config, k_cmp=k_cmp, v_cmp=v_cmp, backend=backend)
-
-
-def _rotated(tokens: Mapping[str, Tensor]) -> tuple[Tensor, Triple, Triple]:
-    """q, and keys (cmp unrotated) and values of the three branches, rotated from position 0 on."""
-    q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = tokens["q"], tokens["k"].unbind(2), tokens["v"].unbind(2)
-    cos, sin = angles(torch.arange(q.shape[1], device=q.device), q.shape[-1], _THETA, q.dtype)
-    return rotate(q, cos, sin), (k_cmp, rotate(k_slc, cos, sin), rotate(k_win, cos, sin)), (v_cmp, v_slc, v_win)

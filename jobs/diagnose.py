@@ -43,21 +43,17 @@ class Spec(train.TrainingSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Train, and diagnose the training.
-
-    Raises:
-        As jobs.train.trained.
-    """
+    """Train, and diagnose the training. Raises as jobs.train.trained."""
     reports = train.trained(case, beat)
     result = measurement(case, reports)
     ranks = [report.state for report in reports]
     hosts = {report.topology.host: report.topology for report in reports if report.topology is not None}
     found = Diagnosis(
-        ranks=ranks,
-        hosts=list(hosts.values()),
-        variables=reports[0].environment["variables"],
-        utilization={each.state.rank: each.utilization.value for each in reports if each.utilization is not None},
-        imbalance=next((metric.value for metric in result.metrics if metric.name == RANK_IMBALANCE.name), None),
+        ranks,
+        list(hosts.values()),
+        reports[0].environment["variables"],
+        {each.state.rank: each.utilization.value for each in reports if each.utilization is not None},
+        next((metric.value for metric in result.metrics if metric.name == RANK_IMBALANCE.name), None),
     )
     advice = advise(found)
     for each in advice:

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from jobs.schema.axes import Axes
 from jobs.schema.point import Beat, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import TELEMETRY, Quantity, Role
 from jobs.specs.spec import JobSpec
-
-if TYPE_CHECKING:
-    import torch
 
 ELAPSED = Quantity("elapsed", "s", "Time that the point took", "elapsed", role=Role.HEADLINE)
 QUANTITIES = (ELAPSED, *TELEMETRY)
@@ -48,22 +45,16 @@ class Spec(JobSpec):
     slow_s: float = Field(default=3, gt=0, description="seconds that `slow` works on, with signs of progress")
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """One point for each behaviour; the second `ok` is labelled "ok 2"."""
         points = []
         for index, behaviour in enumerate(self.behaviours):
             number = self.behaviours[: index + 1].count(behaviour)
             skip = "skipped on purpose" if behaviour == "skip" else None
             if behaviour in _ON_GPU and machine.device != "cuda":
                 skip = f"{behaviour} is a failure of a GPU; give device: cuda"
-            points.append(
-                Point(
-                    kind="drill",
-                    label=behaviour if number == 1 else f"{behaviour} {number}",
-                    case=Case(behaviour=behaviour, number=number, slow_s=self.slow_s, device=machine.device),
-                    axes=Axes(implementation=behaviour, workload="drill", device=machine.device),
-                    skip_reason=skip,
-                )
-            )
+            label = behaviour if number == 1 else f"{behaviour} {number}"
+            case = Case(behaviour=behaviour, number=number, slow_s=self.slow_s, device=machine.device)
+            axes = Axes(implementation=behaviour, workload="drill", device=machine.device)
+            points.append(Point("drill", label, case, axes, skip_reason=skip))
         return points
 
 
@@ -75,14 +66,6 @@ def measure(case: Case, beat: Beat) -> Measurement:
 
     start, device = time.perf_counter(), torch.device(case.device)
     beat("drill")
-    _behave(case, device, beat)
-    elapsed = Metric.of(ELAPSED, time.perf_counter() - start, method="performance counter")
-    return Measurement((elapsed,), environment=environment(device))
-
-
-def _behave(case: Case, device: torch.device, beat: Beat) -> None:
-    import torch
-
     match case.behaviour:
         case "ok":
             torch.ones(8, device=device).sum().item()
@@ -110,9 +93,11 @@ def _behave(case: Case, device: torch.device, beat: Beat) -> None:
             torch.cuda._sleep(2**62)  # pyright: ignore[reportPrivateUsage] - clock cycles
             torch.cuda.synchronize(device)
         case "fill":  # the card's memory, a GiB at a time
-            taken: list[torch.Tensor] = []
+            taken = []
             while True:
                 taken.append(torch.zeros(2**30, dtype=torch.int8, device=device))
         case "assert":  # the assertion in the kernel leaves a CUDA context that runs nothing any more
             torch.zeros(1, device=device)[torch.ones(1, dtype=torch.int64, device=device)]
             torch.cuda.synchronize(device)
+    elapsed = Metric.of(ELAPSED, time.perf_counter() - start, method="performance counter")
+    return Measurement((elapsed,), environment=environment(device))

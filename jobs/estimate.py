@@ -7,9 +7,9 @@ error: the gates judge it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -56,7 +56,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
     call.clear()
     parts = measure_parts(call.forward, call.backward, call.parameters, call.device)
     resident = {"parameters": call.parameters, "optimizer": call.state, "inputs": [*call.inputs]}
-    allocated = {name: tensor_bytes(tensors) for name, tensors in resident.items()} | asdict(parts)
+    allocated = {name: tensor_bytes(tensors) for name, tensors in resident.items()} | parts
     estimate = case.estimate()
     metrics = [estimate_error(estimate, measured)]
     by_hand, by_events = "nsa_core.memory", "sizes of tensors; beyond them the allocator's events, by the profiler"
@@ -65,34 +65,16 @@ def measure(case: Case, beat: Beat) -> Measurement:
     return replace(measured, metrics=(*metrics, *measured.metrics))
 
 
-@dataclass
-class Parts:
-    """Bytes at the peak, beyond those allocated before the pass."""
-
-    gradients: int = 0
-    activations: int = 0
-    workspace: int = 0
-
-
-class Change(NamedTuple):
-    """An allocation, or with a negative size a release; `time` in nanoseconds."""
-
-    time: int
-    address: int
-    size: int
-
-
 def measure_parts(
     forward: Callable[[], Tensor],
     backward: Callable[[Tensor], object],
     parameters: Iterable[Tensor],
     device: torch.device,
-) -> Parts:
-    """Run a pass once under the profiler; returns the parts of its peak.
+) -> dict[str, int]:
+    """Bytes of a pass at its peak, beyond those allocated before it: gradients, activations and workspace.
 
-    Args:
-        forward: computes the loss, which `backward` takes.
-        parameters: whose gradients are left after `backward`.
+    The pass runs once under the profiler. Gradients are those that `backward`, which takes the loss, leaves in the
+    parameters; activations what lives when `forward` has ended.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
         with record_function(FORWARD):
@@ -105,40 +87,28 @@ def measure_parts(
     for event in events:  # which grows by the children of each
         events += event.children
     ends = {event.name: event.end_time_ns for event in events if event.name in (FORWARD, BACKWARD)}
-    changes = [
-        Change(event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size)
-        for event in events
-        if event.tag.name == "Allocation" and event.typed[1].device.type == device.type
-    ]
-    return parts_at_peak(sorted(changes, key=lambda change: change.time), ends, gradients)
-
-
-def parts_at_peak(changes: Sequence[Change], ends: Mapping[str, int], gradients: set[int]) -> Parts:
-    """Parts of the memory at the peak of `changes`, which are in the order of time.
-
-    Args:
-        ends: times at which FORWARD and BACKWARD ended.
-        gradients: addresses at which gradients lie when BACKWARD has ended.
-    """
-    births: dict[int, Change] = {}  # of the living, by address
-    lives: list[tuple[Change, float]] = []  # and when each was released
-    level = highest = at = 0
-    for change in changes:
-        if change.size > 0:
-            births[change.address] = change
-        elif (born := births.pop(change.address, None)) is not None:
-            lives.append((born, change.time))
-        level += change.size
-        if level > highest:
-            highest, at = level, change.time
-    parts = Parts()
-    for born, died in [*lives, *((born, float("inf")) for born in births.values())]:
-        if not born.time <= at < died:
+    changes = [event for event in events if event.tag.name == "Allocation"]
+    births: dict[int, tuple[int, int]] = {}  # time and size of the living, by address
+    lives: list[tuple[int, int, int, float]] = []  # address, size, and times of birth and release
+    level = highest = peak_at = 0
+    for event in sorted(changes, key=lambda event: event.start_time_ns):
+        time, change = event.start_time_ns, event.typed[1]
+        if change.device.type != device.type:
             continue
-        if born.address in gradients and born.time <= ends[BACKWARD] < died:
-            parts.gradients += born.size
-        elif born.time <= ends[FORWARD] < died:
-            parts.activations += born.size
-        else:
-            parts.workspace += born.size
+        if change.alloc_size > 0:
+            births[change.ptr] = time, change.alloc_size
+        elif change.ptr in births:
+            born, size = births.pop(change.ptr)
+            lives.append((change.ptr, size, born, time))
+        level += change.alloc_size
+        if level > highest:
+            highest, peak_at = level, time
+    lives += [(address, size, born, float("inf")) for address, (born, size) in births.items()]
+    parts = {"gradients": 0, "activations": 0, "workspace": 0}
+    for address, size, born, died in lives:
+        if born <= peak_at < died:
+            if address in gradients and born <= ends[BACKWARD] < died:
+                parts["gradients"] += size
+            else:
+                parts["activations" if born <= ends[FORWARD] < died else "workspace"] += size
     return parts

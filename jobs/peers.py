@@ -22,6 +22,7 @@ from jobs.adapters.packages import TORCH_FIXED
 from jobs.measure.call import FunctionCall, measure_call
 from jobs.measure.check import MISMATCH, REACHES, Agreement, WrongResult, attend_by, compare, make_inputs, small_case
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
+from jobs.measure.rows import chooses_alike
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
@@ -30,9 +31,8 @@ from jobs.specs.fit import dense_reasons
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, compress
-from nsa_core.backends import BACKENDS
+from nsa_core.backends import naive
 from nsa_core.functional import BRANCHES
-from nsa_core.reference import block_scores
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
@@ -41,7 +41,7 @@ _SEQUENCES = 2  # of the check
 
 
 def versions() -> dict[str, str]:
-    """Version of every peer that can be used here, and of every other why it cannot; for the machine's fingerprint."""
+    """For the machine's fingerprint: the version of every peer that can be used here, and why another cannot."""
     found = {}
     for name in peer_names():
         try:
@@ -58,11 +58,8 @@ class Case(OperatorCase):
     error_factor: float | None = None  # times an eager run's error that the peer may have; None: it is no peer
 
     def check(self) -> Agreement:
-        """Compare a peer with the oracle, on at most two kv heads and one block more than a query selects.
-
-        Raises:
-            WrongResult: the error of the selection, the output or a gradient exceeds its bound.
-        """
+        """Compare a peer's selection, output and gradients with the oracle, on at most two kv heads and one block more
+        than a query selects. Raises WrongResult."""
         if self.error_factor is None:
             return super().check()
         (peer, _), name, nsa = load_peer(self.implementation), self.implementation, self.model.nsa
@@ -88,7 +85,6 @@ class Case(OperatorCase):
         return agreement
 
     def call(self) -> FunctionCall:
-        """A call of the peer, or of the operator, on the same inputs."""
         if self.error_factor is None:
             return super().call()
         (peer, _), inputs, nsa = load_peer(self.implementation), self.inputs(), self.model.nsa
@@ -133,9 +129,9 @@ class Spec(LayoutsSpec):
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the whole grid, shortest lengths first, the peers of each place before this project's."""
         points: list[Point] = []
+        kernel = None if self.window_kernel == "auto" else self.window_kernel
+        needs = "torch-varlen" if kernel == TORCH_FIXED else kernel  # the same kernel's
         for length, sweep in self.sweeps(machine, Case):
-            kernel = None if self.window_kernel == "auto" else self.window_kernel
-            needs = "torch-varlen" if kernel == TORCH_FIXED else kernel  # the same kernel's
             if needs and (reason := dense_reasons(machine, self.dtype, sweep.model.head_dim)[f"dense-{needs}"]):
                 raise SpecError(f"window_kernel: {kernel!r}: {reason}; use auto")
             for pass_, name in product(self.passes, self.peers):
@@ -147,7 +143,7 @@ class Spec(LayoutsSpec):
 
 
 def _reason_against(case: OperatorCase, machine: Machine) -> str | None:
-    """Why a peer cannot run there, its package missing or the operands not its; None if it can, as far as is known."""
+    """Why a peer cannot compute a case there; None if it can, as far as is known."""
     try:
         peer = find_peer(case.implementation)
     except PeerProblem as err:
@@ -177,56 +173,29 @@ def measure(case: Case, beat: Beat) -> Measurement:
 def _choice(peer: Peer, config: NSAConfig, inputs: Mapping[str, Tensor]) -> Tensor:
     """Blocks [B,S,Hkv,n] that the peer chooses, ascending, -1 last."""
     q, k, v = (inputs[key].detach() for key in ("q", "k", "v"))
-    blocks = peer.select(q, k, v, config).long()
-    last = torch.iinfo(torch.int32).max
-    found = blocks.masked_fill(blocks < 0, last).sort(-1).values
+    blocks, last = peer.select(q, k, v, config).long(), config.slc_blocks(q.shape[1])
+    found = blocks.masked_fill((blocks < 0) | (blocks > last), last).sort(-1).values
     return found.masked_fill(found == last, -1).int()
 
 
 def _check_choice(name: str, peer: Peer, config: NSAConfig, claimed: NSAConfig, inputs: Mapping[str, Tensor]) -> None:
-    """Compare the peer's choices with the oracle's. Raises WrongResult.
+    """Compare the peer's choices for a sequence with the oracle's, but for ties in the dtype. Raises WrongResult.
 
     The share of wrong ones is also taken over the queries that see more blocks than they select.
     """
-    q, k = inputs["q"], inputs["k"]
-    scale, k_cmp = q.shape[-1] ** -0.5, compress(k, claimed)
-    with torch.no_grad():
-        scores = _ranked(block_scores(q, k_cmp, claimed, 0, scale).transpose(1, 2), claimed)
-    right = BACKENDS["reference"].select(q, k_cmp, claimed, 0, scale)
-    wrong = _wrong(_choice(peer, config, inputs), right, scores, torch.finfo(q.dtype).eps)
-    reach = claimed.slc_count * claimed.slc_block
-    share = max(wrong[:, reach:].float().mean().item(), wrong.float().mean().item())
+    q, k_cmp = inputs["q"], compress(inputs["k"], claimed)
+    args = q.double(), k_cmp.double(), claimed, 0, q.shape[-1] ** -0.5
+    sides = _choice(peer, config, inputs), naive.select(*args)
+    chosen, best = (blocks[0].flatten(0, 1).tolist() for blocks in sides)
+    queries = zip(chosen, best, naive.block_ranks(*args).transpose(0, 1).flatten(0, 1).tolist(), strict=True)
+    wrong = torch.tensor([not chooses_alike(*query, tie=torch.finfo(q.dtype).eps) for query in queries]).float()
+    late = wrong[claimed.slc_count * claimed.slc_block * k_cmp.shape[2] :]
+    share = max(late.mean().item(), wrong.mean().item())
     if share > MISMATCH:
         raise WrongResult(
             f"{name}: selects other blocks than the oracle for {share:.1%} of the queries; at most {MISMATCH:.1%} can "
             "be rounding"
         )
-
-
-def _ranked(scores: Tensor, config: NSAConfig) -> Tensor:
-    """Scores [B,S,Hkv,blocks], inf for the forced blocks and -inf for those that begin after the query."""
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    own = (torch.arange(scores.shape[1], device=scores.device) // config.slc_block)[:, None, None]
-    forced = (index < config.init_blocks) | (index > own - config.local_blocks)
-    return scores.masked_fill(forced, torch.inf).masked_fill(index > own, -torch.inf)
-
-
-def _wrong(found: Tensor, right: Tensor, scores: Tensor, rounding: float) -> Tensor:
-    """Choices [B,S,Hkv] that differ from the right ones by more than a tie.
-
-    A tie: equally many blocks, none twice, and the lowest score that was taken in exchange is, but for `rounding`, as
-    high as the highest that was left out.
-    """
-    count = scores.shape[-1]
-    places = (torch.where((blocks < 0) | (blocks >= count), count, blocks).long() for blocks in (right, found))
-    none = torch.zeros(*scores.shape[:-1], count + 1, dtype=torch.bool, device=scores.device)
-    ours, theirs = (none.scatter(-1, place, True)[..., :count] for place in places)  # whether each block is chosen
-    extra, missing = theirs & ~ours, ours & ~theirs
-    lowest = scores.masked_fill(~extra, torch.inf).amin(-1)
-    highest = scores.masked_fill(~missing, -torch.inf).amax(-1)
-    given = (found >= 0).sum(-1)
-    complete = (given == (right >= 0).sum(-1)) & (given == theirs.sum(-1))
-    return ~complete | (lowest < highest * (1 - rounding))
 
 
 def _forget_tuned_choices() -> None:

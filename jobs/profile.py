@@ -10,9 +10,9 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -32,6 +32,9 @@ SYNCHRONIZATIONS = Quantity(
 )
 RANGE_TIME = Quantity("range_*", "ms", "Time of branch or stage")
 QUANTITIES = (TIME, BUSY_TIME, SYNCHRONIZATIONS, RANGE_TIME, *MEMORY, *AGREEMENT, *TELEMETRY)
+
+_ROWS = 40  # of a table
+_HISTORY = 200_000  # allocations and releases that a snapshot holds
 
 
 class Case(PassCase):
@@ -59,25 +62,18 @@ def measure(case: Case, beat: Beat) -> Measurement:
     metrics = [*measured.metrics, Metric.of(BUSY_TIME, profiled.busy_ms, method=method)]
     for name, ms in profiled.ranges_ms.items():
         metrics.append(Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler"))
-    if (waits := profiled.synchronizations) is not None:
+    if (waits := profiled.waits) is not None:
         method = "warnings of torch.cuda.set_sync_debug_mode, one call"
         metrics.append(Metric.of(SYNCHRONIZATIONS, sum(waits.values()), method=method))
     return replace(measured, metrics=tuple(metrics), files={**measured.files, **profiled.files})
 
 
-_ROWS = 40
-_HISTORY = 200_000  # allocations and releases that a snapshot holds
-
-
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """Findings of a profile."""
 
-    busy_ms: float  # time of one call in which the device computed; on a CPU the operations' own time
-    # Time by range: the branches computed at once ("cmp_slc_win", "slc", "select"), forward, and the stages of the
-    # Triton kernels within ("merge", "selected_backward"), forward and backward.
+    busy_ms: float  # as `times_ms`
     ranges_ms: Mapping[str, float]
-    synchronizations: Mapping[str, int] | None  # waits for the device, by the line of code; None on a CPU
+    waits: Mapping[str, int] | None  # of the host for the device, by the line of code; None on a CPU
     files: Mapping[str, str | Path]  # tables, trace and, on a GPU, the allocator's snapshot
 
 
@@ -95,39 +91,31 @@ def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
             torch.cuda.synchronize(device)
     watch.export_chrome_trace(str(trace))
     side, rows = "device" if cuda else "cpu", watch.key_averages()
-    files: dict[str, str | Path] = {
-        "by_time.txt": rows.table(sort_by=f"self_{side}_time_total", row_limit=_ROWS),
-        "by_memory.txt": rows.table(sort_by=f"self_{side}_memory_usage", row_limit=_ROWS),
-        trace.name: trace,
-    }
+    files: dict[str, str | Path] = {trace.name: trace}
+    for what in ("time", "memory"):
+        order = f"self_{side}_{'time_total' if what == 'time' else 'memory_usage'}"
+        files[f"by_{what}.txt"] = rows.table(sort_by=order, row_limit=_ROWS)
     if waits is not None:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
         files[snapshot.name] = snapshot
         files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
-    return Profile(busy_ms(rows, cuda), ranges_ms(rows, cuda), waits, files)
+    return Profile(*times_ms(rows, cuda), waits, files)
 
 
-def busy_ms(rows: Sequence[Any], cuda: bool) -> float:
-    """Time of all kernels, or on a CPU the operations' own time.
-
-    A kernel's time is in two rows, its own and that of the operation that launched it. A range has a row for the
-    device, too, over all kernels in it.
-    """
-    if not cuda:
-        return sum(row.self_cpu_time_total for row in rows) / 1000
-    kernels = (row for row in rows if row.device_type != DeviceType.CPU and not row.is_user_annotation)
-    return sum(row.self_device_time_total for row in kernels) / 1000
-
-
-def ranges_ms(rows: Sequence[Any], cuda: bool) -> dict[str, float]:
-    """Time of each range of nsa_core.routes: of the kernels launched in it, or on a CPU of its operations.
-
-    A range within another counts in both.
+def times_ms(rows: Sequence[Any], cuda: bool) -> tuple[float, dict[str, float]]:
+    """Time of all kernels, and of those launched in each range of nsa_core.routes: the branches computed at once
+    ("cmp_slc_win"), and stages ("merge") within, which count in both. On a CPU of operations instead of kernels.
     """
     ranges = [row for row in rows if row.key.startswith(RANGE) and row.device_type == DeviceType.CPU]
-    times = [row.device_time_total if cuda else row.cpu_time_total for row in ranges]
-    return {row.key.removeprefix(RANGE): time / 1000 for row, time in zip(ranges, times, strict=True)}
+    if cuda:
+        # A kernel's time is in two rows, its own and that of the operation that launched it; that of a range, too.
+        kernels = [row for row in rows if row.device_type != DeviceType.CPU and not row.is_user_annotation]
+        busy = sum(row.self_device_time_total for row in kernels)
+    else:
+        busy = sum(row.self_cpu_time_total for row in rows)
+    times = {row.key.removeprefix(RANGE): row.device_time_total if cuda else row.cpu_time_total for row in ranges}
+    return busy / 1000, {name: time / 1000 for name, time in times.items()}
 
 
 def _waits(call: Callable[[], object], device: torch.device) -> Counter[str]:

@@ -38,19 +38,16 @@ from jobs.schema.states import PointState
 from jobs.specs.spec import Strict, env_text
 from nsa_core.model import NSATransformer
 
-DIFFERENCES = Quantity(
-    "differences", "1", "Differences beyond their tolerance", "differences", Better.LOWER, Role.HEADLINE
-)
+LOWER, HEADLINE = Better.LOWER, Role.HEADLINE
+DIFFERENCES = Quantity("differences", "1", "Differences beyond their tolerance", "differences", LOWER, HEADLINE)
 OUTPUT_DIFFERENCE = Quantity(
-    "output_difference", "1", "Largest difference of an output", "output difference", Better.LOWER, Role.HEADLINE
+    "output_difference", "1", "Largest difference of an output", "output difference", LOWER, HEADLINE
 )
 TENSORS_EQUAL = Quantity("tensors_equal", "%", "Outputs equal bit for bit", better=Better.HIGHER)
-TIME_CHANGE = Quantity("time_change", "%", "Time against the first toolchain's", "time change", role=Role.HEADLINE)
-MEMORY_CHANGE = Quantity(
-    "memory_change", "%", "Memory against the first toolchain's", "memory change", role=Role.HEADLINE
-)
-FIRST_TIME = Quantity("first_time", "ms", "Time under the first toolchain", better=Better.LOWER)
-FIRST_MEMORY = Quantity("first_memory", "MiB", "Peak memory beyond inputs under the first", better=Better.LOWER)
+TIME_CHANGE = Quantity("time_change", "%", "Time against the first toolchain's", "time change", role=HEADLINE)
+MEMORY_CHANGE = Quantity("memory_change", "%", "Memory against the first toolchain's", "memory change", role=HEADLINE)
+FIRST_TIME = Quantity("first_time", "ms", "Time under the first toolchain", better=LOWER)
+FIRST_MEMORY = Quantity("first_memory", "MiB", "Peak memory beyond inputs under the first", better=LOWER)
 COMPARISON = (DIFFERENCES, OUTPUT_DIFFERENCE, TENSORS_EQUAL, TIME_CHANGE, MEMORY_CHANGE, FIRST_TIME, FIRST_MEMORY)
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)
 
@@ -114,10 +111,8 @@ class Spec(PassSpec):
     def all_points(
         self, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint] | None = None
     ) -> list[Point]:
-        """Points of every toolchain but the first, each of which runs both.
-
-        The point's own process has the first interpreter, and the processes that it starts have the environments.
-        """
+        """Points of every toolchain but the first, each of which runs both: in processes of its own process, which has
+        the first interpreter."""
         first = Toolchain(self.python[0], self.env[0])
         found = []
         for point in super().all_points(machines, ended):
@@ -129,7 +124,6 @@ class Spec(PassSpec):
         return found
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """As PassSpec.pass_points."""
         outputs = self.tolerance.outputs or CEILING[getattr(torch, self.precision)]
         tolerance = self.tolerance.model_copy(update={"outputs": outputs})
         return self.pass_points(machine, Case, timing=self.timing, tolerance=tolerance, settings=self.settings)
@@ -154,16 +148,24 @@ def measure(case: Case, beat: Beat) -> Measurement:
         first, other = (run_under(case, number, folder, beat) for number in (1, 2))
         beat("comparison")
         relative, equal = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
-    metrics = comparison_metrics(first, other, relative, equal)
-    found = differences(case, {metric.name: metric.value for metric in metrics}, first.route, other.route)
-    wrong = _other_outputs(case, relative)
-    files = {f"lock-{number}.txt": lock_file(case, number, run.environment) for number, run in ((1, first), (2, other))}
-    files["comparison.txt"] = comparison_table(case, first, other, metrics, [wrong, *found] if wrong else found)
-    if wrong:  # an error keeps no files: what explains it is printed
+    names, allowed = [case.toolchain_name(number) for number in (1, 2)], case.tolerance.outputs or 0.0
+    metrics, found = compare_figures(case, first, other)
+    norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
+    metrics.append(Metric.of(OUTPUT_DIFFERENCE, max(relative.values()), method=norms))
+    share = 100 * equal / len(relative)
+    metrics.append(Metric.of(TENSORS_EQUAL, share, method=f"{equal} of {len(relative)} tensors"))
+    beyond = sorted((name for name, x in relative.items() if not x <= allowed), key=lambda name: -relative[name])
+    wrong = (
+        f"{names[1]}: {len(beyond)} of {len(relative)} outputs differ from those of {names[0]} by more than "
+        f"{allowed:.1e} of their norm: {', '.join(f'{x} by {relative[x]:.1e}' for x in beyond[:_MOST_NAMED])}"
+    )
+    files = {f"lock-{n}.txt": lock_file(names[n - 1], run.environment) for n, run in ((1, first), (2, other))}
+    files["comparison.txt"] = comparison_table(names, first, other, metrics, [wrong, *found] if beyond else found)
+    if beyond:  # an error keeps no files: what explains it is printed
         print(*(f"{name}:\n{text}" for name, text in files.items()), sep="\n", file=sys.stderr)
         raise OutputsDiffer(wrong)
     for difference in found:
-        reporter(beat).warn(f"{case.toolchain_name(2)} against {case.toolchain_name(1)}: {difference}")
+        reporter(beat).warn(f"{names[1]} against {names[0]}: {difference}")
     method = "changes of time and memory beyond the tolerance, and other kernels"
     counted = Metric.of(DIFFERENCES, len(found), method=method)
     environment = {name: value for name, value in other.environment.items() if name != "distributions"}
@@ -238,71 +240,40 @@ def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) ->
 
     One that is not finite, or that only one side has, differs infinitely.
     """
-    relative, equal = {}, 0
-    for name in dict.fromkeys([*first, *other]):
-        relative[name] = float("inf")
-        if name in first and name in other and first[name].shape == other[name].shape:
+    relative, equal = dict.fromkeys([*first, *other], float("inf")), 0
+    for name in first.keys() & other.keys():
+        one, two = first[name].double(), other[name].double()
+        if one.shape == two.shape:
             equal += torch.equal(first[name], other[name])
-            norm = first[name].double().norm().item()
-            difference = (other[name].double() - first[name].double()).norm().item() / (norm or 1.0)
+            difference = (two - one).norm().item() / (one.norm().item() or 1.0)
             relative[name] = difference if difference == difference else float("inf")
     return relative, equal
 
 
-def _other_outputs(case: Case, relative: Mapping[str, float]) -> str | None:
-    """Names of the tensors that differ by more than the tolerance, in a sentence; None if none does."""
-    allowed = case.tolerance.outputs or 0.0
-    beyond = {name: x for name, x in relative.items() if not x <= allowed}
-    if not beyond:
-        return None
-    worst = sorted(beyond, key=lambda name: -beyond[name])[:_MOST_NAMED]
-    named = ", ".join(f"{name} by {beyond[name]:.1e}" for name in worst)
-    return (
-        f"{case.toolchain_name(2)}: {len(beyond)} of {len(relative)} outputs differ from those of "
-        f"{case.toolchain_name(1)} by more than {allowed:.1e} of their norm: {named}"
-    )
-
-
-def differences(
-    case: Case, values: Mapping[str, float], first: Mapping[str, str], other: Mapping[str, str]
-) -> list[str]:
-    """Changes of time and memory beyond their tolerance, and other routes: a phrase each."""
-    time, memory = case.tolerance.time_percent, case.tolerance.memory_percent
-    found = []
-    for word, quantity, allowed in (("time", TIME_CHANGE, time), ("peak memory", MEMORY_CHANGE, memory)):
-        if abs(change := values[quantity.name]) > allowed:
-            found.append(f"{word} {change:+.1f} %, beyond {allowed:g} %")
-    for branch in dict.fromkeys([*first, *other]):
-        before, now = (route.get(branch, "nothing") for route in (first, other))
-        if before != now:
-            found.append(f"branch {branch} ran {now}, not {before}")
-    return found
-
-
-def comparison_metrics(
-    first: Measurement, other: Measurement, relative: Mapping[str, float], equal: int
-) -> list[Metric]:
-    """Metrics of the second toolchain, its changes against the first, and the first's time and memory."""
-    metrics, before = ({metric.name: metric for metric in run.metrics} for run in (other, first))
-    time, memory = TIME.name, PEAK_EXTRA_MEMORY.name
-    changes = {name: 100 * (metrics[name].value / before[name].value - 1) for name in (time, memory)}
+def compare_figures(case: Case, first: Measurement, other: Measurement) -> tuple[list[Metric], list[str]]:
+    """The second toolchain's metrics with its changes of time and memory; and a phrase for each change beyond the
+    tolerance, and for each branch that ran another kernel."""
+    before, now = ({metric.name: metric for metric in run.metrics} for run in (first, other))
+    metrics, found = list(other.metrics), []
     method = "relative to the first toolchain's, on the same device in the same point"
-    norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
-    share = 100 * equal / len(relative)
-    return [
-        *metrics.values(),
-        replace(before[time], name=FIRST_TIME.name),
-        Metric.of(TIME_CHANGE, changes[time], method=f"medians; {method}"),
-        replace(before[memory], name=FIRST_MEMORY.name),
-        Metric.of(MEMORY_CHANGE, changes[memory], method=method),
-        Metric.of(OUTPUT_DIFFERENCE, max(relative.values()), method=norms),
-        Metric.of(TENSORS_EQUAL, share, method=f"{equal} of {len(relative)} tensors"),
-    ]
+    for word, quantity, of_first, change, allowed in (
+        ("time", TIME, FIRST_TIME, TIME_CHANGE, case.tolerance.time_percent),
+        ("peak memory", PEAK_EXTRA_MEMORY, FIRST_MEMORY, MEMORY_CHANGE, case.tolerance.memory_percent),
+    ):
+        percent = 100 * (now[quantity.name].value / before[quantity.name].value - 1)
+        metrics += [replace(before[quantity.name], name=of_first.name), Metric.of(change, percent, method=method)]
+        if abs(percent) > allowed:
+            found.append(f"{word} {percent:+.1f} %, beyond {allowed:g} %")
+    for branch in dict.fromkeys([*first.route, *other.route]):
+        kernels = [run.route.get(branch, "nothing") for run in (first, other)]
+        if kernels[0] != kernels[1]:
+            found.append(f"branch {branch} ran {kernels[1]}, not {kernels[0]}")
+    return metrics, found
 
 
-def lock_file(case: Case, number: int, there: Mapping[str, Any]) -> str:
+def lock_file(name: str, there: Mapping[str, Any]) -> str:
     """Text with interpreter, driver, variables and exact versions of all packages of a toolchain; pip reads it."""
-    head = [case.toolchain_name(number), f"Python {there['python']}, {there['interpreter']}", there["platform"]]
+    head = [name, f"Python {there['python']}, {there['interpreter']}", there["platform"]]
     if "cuda" in there:
         head.append(f"CUDA {there['cuda']}, cuDNN {there['cudnn']}, driver {there['gpu'].get('driver', 'unknown')}")
     head += [f"{name} in effect: {value}" for name, value in there["settings"].items()]
@@ -311,14 +282,13 @@ def lock_file(case: Case, number: int, there: Mapping[str, Any]) -> str:
 
 
 def comparison_table(
-    case: Case, first: Measurement, other: Measurement, metrics: Sequence[Metric], found: Sequence[str]
+    names: Sequence[str], first: Measurement, other: Measurement, metrics: Sequence[Metric], found: Sequence[str]
 ) -> str:
-    """Text of the comparison; `found` are the phrases of `differences`."""
+    """Text of the comparison; `found` are its differences in words."""
     values = {metric.name: metric.value for metric in metrics}
-    time, memory = values["first_time"], values["first_memory"]
+    time, memory = values[FIRST_TIME.name], values[FIRST_MEMORY.name]
     rows = [
-        f"1: {case.toolchain_name(1)}",
-        f"2: {case.toolchain_name(2)}",
+        *(f"{number}: {name}" for number, name in enumerate(names, 1)),
         "",
         f"time         {time:12.3f} {values[TIME.name]:12.3f} ms   {values['time_change']:+7.1f} %",
         f"peak memory  {memory:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  {values['memory_change']:+7.1f} %",
@@ -328,9 +298,8 @@ def comparison_table(
         "",
         "packages that differ:",
     ]
-    versions = first.environment["distributions"], other.environment["distributions"]
-    for name in sorted({*versions[0], *versions[1]}, key=str.lower):
-        before, after = (each.get(name, "none") for each in versions)
-        if before != after:
-            rows.append(f"  {name}: {before}, {after}")
+    before, after = (run.environment["distributions"] for run in (first, other))
+    for name in sorted({*before, *after}, key=str.lower):
+        if before.get(name) != after.get(name):
+            rows.append(f"  {name}: {before.get(name, 'none')}, {after.get(name, 'none')}")
     return "\n".join([*rows, ""])

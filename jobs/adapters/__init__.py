@@ -9,52 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from jobs.adapters import packages
-from jobs.measure.check import HeadShape
+from jobs.adapters.packages import Peer
 from jobs.schema.plain_text import error_in_a_line
-from nsa_core import NSAConfig
-from nsa_core.offers import Offer, offers
-
-
-class Peer(Protocol):
-    """An adapter."""
-
-    @property
-    def INSTALL(self) -> str:  # noqa: N802 - a constant of a module
-        """How to install its package, in words."""
-        ...
-
-    def version(self) -> str:
-        """Import the package; returns its version. Any exception is the reason why it cannot be used."""
-        ...
-
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
-        """Reason why it does not compute such operands on a "cpu" or "cuda" device; None if it does."""
-        ...
-
-    def semantics(self, config: NSAConfig) -> NSAConfig | None:
-        """Configuration of the attention that it computes when asked for `config`; None: dense causal attention."""
-        ...
-
-    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
-        """Blocks [B,S,Hkv,n] that its `attend` chooses, in any order, padded with -1; not asked if it is dense."""
-        ...
-
-    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
-        """Output [B,S,Hq,D], differentiable.
-
-        Args:
-            inputs: q [B,S,Hq,D], k, v [B,S,Hkv,D] and, unless it is dense, gates: logits [B,S,Hq,3], cmp, slc, win.
-            config: as given to `semantics`.
-            window_kernel: flash kernel of the window, for peers that leave it to flash-attn; None: the fastest here.
-        """
-        ...
-
+from nsa_core.offers import Offer, UnusableError, offers
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
@@ -67,17 +27,21 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 )
 
 
+class PeerProblem(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
+    """A peer that cannot be used here; the message says why, and the fix."""
+
+
 @cache
 def offered_peers() -> tuple[Offer, ...]:
     """Adapters of other distributions, by name. Read once a process."""
 
-    def problem(_name: str, peer: Any) -> str | None:
+    def lacks(_name: str, peer: Any) -> str | None:
         parts = ("version", "incompatible", "semantics", "select", "attend")
         missing = [part for part in parts if not callable(getattr(peer, part, None))]
         missing += [] if isinstance(getattr(peer, "INSTALL", None), str) else ["INSTALL"]
         return f"lacks {', '.join(missing)}" if missing else None
 
-    return tuple(offers("nsa_bench.peers", dict.fromkeys(PEERS, "nsa-bench itself has taken"), problem))
+    return tuple(offers("nsa_bench.peers", dict.fromkeys(PEERS, "nsa-bench itself has taken"), lacks))
 
 
 def peer_names() -> list[str]:
@@ -90,14 +54,11 @@ def find_peer(name: str) -> Peer:
     if name in PEERS:
         return PEERS[name]
     offer = next(offer for offer in offered_peers() if offer.name == name)
-    if (problem := offer.problem) is not None:
+    try:
+        return offer.load()
+    except UnusableError as err:
         by = f"{offer.package} {offer.version}"
-        raise PeerProblem(f"{by}, which offers it, {problem}; mend or uninstall {offer.package}")
-    return offer.load()
-
-
-class PeerProblem(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """A peer that cannot be used here; the message says why, and the fix."""
+        raise PeerProblem(f"{by}, which offers it, {err}; mend or uninstall {offer.package}") from err
 
 
 def load_peer(name: str) -> tuple[Peer, str]:

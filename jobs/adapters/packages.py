@@ -1,13 +1,12 @@
-"""Adapters of the peers that nsa-bench knows. Each is a jobs.adapters.Peer; its methods are documented there."""
+"""Adapters of the peers that nsa-bench knows."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module, metadata
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,51 @@ TORCH_FIXED = "torch-fixed"
 """PyTorch's flash attention of sequences of one length, which it offers no public function with a window for."""
 
 
-class DensePyTorch:
+class Peer:
+    """An adapter; by itself of kernels for halves on CUDA. An object of another distribution, such as a module, needs
+    INSTALL and the five methods."""
+
+    INSTALL: ClassVar[str]  # how to install its package, in words
+    DISTRIBUTION: ClassVar[str]
+    MODULES: ClassVar[tuple[str, ...]]  # to import; the first one has the operators
+
+    def version(self) -> str:
+        """Import the package; returns its version. Any exception is the reason why it cannot be used."""
+        for module in self.MODULES:
+            import_module(module)
+        try:
+            return metadata.version(self.DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            return "a checkout"
+
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+        """Reason why it does not compute such operands on a "cpu" or "cuda" device; None if it does."""
+        if device != "cuda":
+            return f"it runs on cuda, not on the {device}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        return None
+
+    def semantics(self, config: NSAConfig) -> NSAConfig | None:
+        """Configuration of the attention that it computes when asked for `config`; None: dense causal attention."""
+        return config
+
+    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
+        """Blocks [B,S,Hkv,n] that its `attend` chooses, in any order, padded with -1; not asked if it is dense."""
+        raise NotImplementedError
+
+    def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
+        """Output [B,S,Hq,D], differentiable.
+
+        Args:
+            inputs: q [B,S,Hq,D], k, v [B,S,Hkv,D] and, unless it is dense, gates: logits [B,S,Hq,3], cmp, slc, win.
+            config: as given to `semantics`.
+            window_kernel: flash kernel of the window, for peers that leave it to flash-attn; None: the fastest here.
+        """
+        raise NotImplementedError
+
+
+class DensePyTorch(Peer):
     """PyTorch's scaled_dot_product_attention: dense causal attention, the baseline, which runs everywhere."""
 
     INSTALL = "pip install torch"
@@ -36,52 +79,13 @@ class DensePyTorch:
     def semantics(self, config: NSAConfig) -> NSAConfig | None:
         return None
 
-    def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
-        raise AssertionError("dense attention selects nothing")
-
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
         note("dense", "sdpa")
         q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k", "v"))
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-class _TritonPeer(ABC):
-    """Base of peers whose Triton kernels compute in half precision."""
-
-    INSTALL: ClassVar[str]
-    DISTRIBUTION: ClassVar[str]
-    MODULES: ClassVar[tuple[str, ...]]  # to import; the first one has the operators
-
-    def version(self) -> str:
-        for module in self.MODULES:
-            import_module(module)
-        try:
-            return metadata.version(self.DISTRIBUTION)
-        except metadata.PackageNotFoundError:
-            return "a checkout"
-
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
-        if (reason := self.refusal(shape, config)) is not None:
-            return reason
-        if device != "cuda":
-            return f"it runs on cuda, not on the {device}"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-        return None
-
-    @abstractmethod
-    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
-        """Reason against the sizes of heads and blocks; None if they fit."""
-
-    def semantics(self, config: NSAConfig) -> NSAConfig | None:
-        return config
-
-    @property
-    def operators(self) -> Any:
-        return import_module(self.MODULES[0])
-
-
-class FlashLinearAttention(_TritonPeer):
+class FlashLinearAttention(Peer):
     """flash-linear-attention's parallel_nsa (github.com/fla-org/flash-linear-attention, package fla-core).
 
     It pools keys and values without overlap, in blocks as long as the selected ones, and always selects the first block
@@ -92,7 +96,7 @@ class FlashLinearAttention(_TritonPeer):
     DISTRIBUTION = "fla-core"
     MODULES = ("fla.ops.nsa.parallel",)
 
-    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         group = shape.query_heads // shape.kv_heads
         if group < 16 or not _is_power_of_two(group):
             return f"its groups of query heads are powers of two from 16 on, not {group}"
@@ -102,13 +106,13 @@ class FlashLinearAttention(_TritonPeer):
             return f"its blocks are powers of two, not {config.slc_block} tokens"
         if (config.init_blocks, config.local_blocks) != (1, 2):
             return "it always selects the first block and the last two: use init_blocks: 1, local_blocks: 2"
-        return None
+        return super().incompatible(shape, config, dtype, device)
 
     def semantics(self, config: NSAConfig) -> NSAConfig | None:
         return replace(config, cmp_block=config.slc_block, cmp_stride=config.slc_block)
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
-        nsa, block, scale = self.operators, config.slc_block, q.shape[-1] ** -0.5
+        nsa, block, scale = import_module(self.MODULES[0]), config.slc_block, q.shape[-1] ** -0.5
         pooled = [nsa.mean_pooling(x, block, None) for x in (k, v)]
         _, lse = nsa.parallel_nsa_compression(q, *pooled, TK=k.shape[1], block_size=block, scale=scale)
         return nsa.parallel_nsa_topk(
@@ -120,13 +124,13 @@ class FlashLinearAttention(_TritonPeer):
         cmp, slc, win = torch.sigmoid(inputs["gates"]).unbind(-1)
         for branch in ("cmp", "select", "slc"):
             note(branch, "flash-linear-attention")
-        out = self.operators.parallel_nsa(
+        out = import_module(self.MODULES[0]).parallel_nsa(
             q, k, v, cmp, slc, None, block_counts=config.slc_count, block_size=config.slc_block
         )
         return torch.addcmul(out, window(q, k, v, config, window_kernel), win.unsqueeze(-1))
 
 
-class NSATriton(_TritonPeer):
+class NSATriton(Peer):
     """native-sparse-attention-triton's operators (github.com/XunhaoLai/native-sparse-attention-triton)."""
 
     INSTALL = "pip install git+https://github.com/XunhaoLai/native-sparse-attention-triton einops"
@@ -136,22 +140,23 @@ class NSATriton(_TritonPeer):
     WIDEST = 128
     SMALL_GROUPS: ClassVar[str | None] = None  # module of another selected branch, of groups of at most 8 query heads
 
-    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         if shape.head_dim > self.WIDEST:
             return f"its head dims are at most {self.WIDEST}, not {shape.head_dim}"
         if config.slc_block not in (32, 64, 128, 256):
             return f"its selected blocks have 32, 64, 128 or 256 tokens, not {config.slc_block}"
         if config.cmp_block not in (16, 32, 64, 128):
             return f"its compressed blocks have 16, 32, 64 or 128 tokens, not {config.cmp_block}"
-        return None
+        return super().incompatible(shape, config, dtype, device)
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
         with torch.no_grad():
-            return _per_sequence(self._compressed((q, k, v), config)[1], q.shape[0])
+            _, blocks, _ = self._compressed((q, k, v), config)
+        return blocks.transpose(0, 1).unflatten(0, (q.shape[0], -1))
 
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
         qkv = q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        kernel, selected = self.NAME, self.operators.topk_sparse_attention
+        kernel, selected = self.NAME, import_module(self.MODULES[0]).topk_sparse_attention
         if self.SMALL_GROUPS is not None and q.shape[2] // k.shape[2] <= 8:
             kernel, selected = "fsa", import_module(self.SMALL_GROUPS).FSA_topk_sparse_attention
         note("cmp", self.NAME)
@@ -165,7 +170,7 @@ class NSATriton(_TritonPeer):
 
     def _compressed(self, qkv: tuple[Tensor, Tensor, Tensor], config: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
         """Compressed branch [B*S,Hq,D] of flat sequences, blocks [Hkv,B*S,n] and the sequences' bounds."""
-        ops, (batch, seq_len) = self.operators, qkv[0].shape[:2]
+        ops, (batch, seq_len) = import_module(self.MODULES[0]), qkv[0].shape[:2]
         q, k, v = (x.flatten(0, 1) for x in qkv)
         starts = _bounds(batch, seq_len, q.device)
         k_cmp, starts_cmp = ops.avgpool_compress(k, None, starts, config.cmp_block, config.cmp_stride)
@@ -180,9 +185,8 @@ class NSATriton(_TritonPeer):
 class FlashSparseAttention(NSATriton):
     """Flash-Sparse-Attention's operators (github.com/Relaxed-System-Lab/Flash-Sparse-Attention).
 
-    Its compressed branch comes from the reference in it (`nsa_ref`), which has NSATriton's operators and rounds the
-    blocks' scores to bfloat16 before it chooses. Groups of more than 8 query heads use the reference's selected branch,
-    too, as in its module.
+    Its compressed branch, and the selected one of groups of more than 8 query heads, come from the reference in it
+    (`nsa_ref`), which has NSATriton's operators and rounds the blocks' scores to bfloat16 before it chooses.
     """
 
     INSTALL = (
@@ -195,7 +199,7 @@ class FlashSparseAttention(NSATriton):
     SMALL_GROUPS = "fsa.ops"
 
 
-class ScalableFlashNSA(_TritonPeer):
+class ScalableFlashNSA(Peer):
     """Scalable-Flash-NSA's operators (github.com/mdy666/Scalable-Flash-Native-Sparse-Attention, flash_nsa).
 
     They follow each other as in its HFNSACore. It keeps the blocks' scores in float16, cubed, before it chooses.
@@ -205,32 +209,32 @@ class ScalableFlashNSA(_TritonPeer):
     DISTRIBUTION = "flash-nsa"
     MODULES = ("flash_nsa", "flash_nsa.ops.combine")
 
-    def refusal(self, shape: HeadShape, config: NSAConfig) -> str | None:
+    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         if not _is_power_of_two(shape.head_dim):
             return f"its head dims are powers of two, not {shape.head_dim}"
         if not _is_power_of_two(config.cmp_stride):
             return f"its strides are powers of two, not {config.cmp_stride}"
-        return None
+        return super().incompatible(shape, config, dtype, device)
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
         with torch.no_grad():
             _, _, blocks = self._compressed((q, k, v), config)
         absent = blocks >= config.slc_blocks(q.shape[1])
-        return _per_sequence(blocks.masked_fill(absent, -1), q.shape[0])
+        return blocks.masked_fill(absent, -1).transpose(0, 1).unflatten(0, (q.shape[0], -1))
 
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
         qkv = inputs["q"], inputs["k"], inputs["v"]
         for branch in ("cmp", "select", "slc"):
             note(branch, "Scalable-Flash-NSA")
         cmp, scale, blocks = self._compressed(qkv, config)
-        slc = self.operators.select_attn(*(x.flatten(0, 1) for x in qkv), blocks, sm_scale=scale)
+        slc = import_module(self.MODULES[0]).select_attn(*(x.flatten(0, 1) for x in qkv), blocks, sm_scale=scale)
         win = window(*qkv, config, window_kernel).flatten(0, 1)
         combine = import_module("flash_nsa.ops.combine").fused_sigmoid_combine
         return combine(cmp, slc, win, inputs["gates"].flatten(0, 1)).view_as(qkv[0])
 
     def _compressed(self, qkv: tuple[Tensor, Tensor, Tensor], config: NSAConfig) -> tuple[Tensor, float, Tensor]:
         """Compressed branch [B*S,Hq,D] of flat sequences, the scale, and blocks [Hkv,B*S,n], too high if absent."""
-        nsa, (batch, seq_len) = self.operators, qkv[0].shape[:2]
+        nsa, (batch, seq_len) = import_module(self.MODULES[0]), qkv[0].shape[:2]
         q, k, v = (x.flatten(0, 1) for x in qkv)
         nsa.NSAHelper.set_hyperparameters(
             kernel_size=config.cmp_block,
@@ -265,11 +269,6 @@ def window(q: Tensor, k: Tensor, v: Tensor, config: NSAConfig, kernel: str | Non
 def _bounds(batch: int, seq_len: int, device: torch.device) -> Tensor:
     """Bounds [batch + 1], int32, of sequences of one length that follow each other."""
     return torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device=device)
-
-
-def _per_sequence(blocks: Tensor, batch: int) -> Tensor:
-    """Table [Hkv,B*S,n] of blocks as [B,S,Hkv,n]."""
-    return blocks.transpose(0, 1).unflatten(0, (batch, -1))
 
 
 def _is_power_of_two(number: int) -> bool:

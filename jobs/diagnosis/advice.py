@@ -49,26 +49,20 @@ class Diagnosis:
 
 def advise(found: Diagnosis) -> list[Advice]:
     """Warnings about a diagnosis, each once."""
-    advice = [*_variables(found), *_ranks(found), *_processors(found)]
+    advice = [*_together(found)]
     for host in found.hosts:
         advice += _host(found, host)
     for rank in found.ranks:
-        advice += [*_software(rank), *_memory(rank)]
-        if rank.device == "cuda" and (busy := found.utilization.get(rank.rank, _BUSY)) < _BUSY:
-            text = f"the GPU of rank {rank.rank} is busy {busy:.0f} % of the time, less than {_BUSY:.0f} %"
-            advice.append(Advice(text, "raise micro_batch, set compile: true, or give the data more cores"))
+        advice += _rank(rank, found.utilization.get(rank.rank, _BUSY))
     return list(dict.fromkeys(advice))
 
 
-def _variables(found: Diagnosis) -> Iterator[Advice]:
+def _together(found: Diagnosis) -> Iterator[Advice]:
+    """Advice on variables, and on ranks that differ from each other or share the cores of a host."""
     for name, effect in (_VARIABLES | (_OF_SEVERAL if len(found.ranks) > 1 else {})).items():
         value = (found.variables or {}).get(name, "")
         if value.lower() not in ("", "0", "false"):
             yield Advice(f"{name}={value}: {effect}", f"unset {name}")
-
-
-def _ranks(found: Diagnosis) -> Iterator[Advice]:
-    """Advice on ranks that differ from each other."""
     if len({tuple(sorted(rank.versions.items())) for rank in found.ranks}) > 1:
         yield Advice("the ranks have different versions of their packages", "install the same on every node")
     if len({tuple(sorted(rank.route.items())) for rank in found.ranks}) > 1:
@@ -76,10 +70,6 @@ def _ranks(found: Diagnosis) -> Iterator[Advice]:
     if found.imbalance is not None and found.imbalance > _UNEVEN:
         text = f"the slowest rank computes {found.imbalance:.0f} % longer than the mean, more than {_UNEVEN:.0f} %"
         yield Advice(text, "look for another process, a throttled GPU or fewer cores on its node")
-
-
-def _processors(found: Diagnosis) -> Iterator[Advice]:
-    """More threads than cores, on a host whose ranks train on its CPU."""
     for name in dict.fromkeys(rank.host for rank in found.ranks if rank.device == "cpu"):
         here = [rank for rank in found.ranks if rank.host == name]
         cores, threads = (set[int]().union(*(members(rank.cores) for rank in here)), sum(r.threads for r in here))
@@ -101,9 +91,7 @@ def _host(found: Diagnosis, host: Topology) -> Iterator[Advice]:
             yield Advice(text, "use GPUs joined by NVLink, or gradient_compression: bf16 and a larger batch")
     for gpu in host.gpus:
         rank = ranks.get(gpu.uuid)
-        if ranks and rank is None:
-            continue
-        if gpu.throttled:
+        if gpu.throttled and (rank or not ranks):
             yield Advice(f"{gpu.uuid} is throttled", "nvidia-smi -q -d PERFORMANCE says why: power or cooling")
         if rank is None:
             continue
@@ -118,10 +106,15 @@ def _host(found: Diagnosis, host: Topology) -> Iterator[Advice]:
             yield Advice(text, f"start it with numactl --cpunodebind={gpu.numa} --membind={gpu.numa}")
 
 
-def _software(rank: RankState) -> Iterator[Advice]:
-    """Untested versions, and kernels that are not ours on a GPU."""
+def _rank(rank: RankState, busy: float) -> Iterator[Advice]:
+    """A rank's versions, memory, kernels, and how busy its GPU is."""
     if (version := rank.versions.get("torch")) and version not in TORCH:
         yield Advice(f"PyTorch {version} is untested, this package was run with {TORCH}", f"install {TORCH}")
+    last = rank.memory.get(NOW) or rank.memory.get(FIRST_STEP) or Memory(None)
+    allocated, reserved = last.allocated or 0.0, last.reserved or 0.0
+    if allocated and reserved - allocated > _LEAST_HELD and reserved > _HELD * allocated:
+        text = f"rank {rank.rank} holds {reserved:,.0f} MiB for tensors of {allocated:,.0f} MiB at most"
+        yield Advice(text, 'set env: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}')
     if rank.device != "cuda":
         return
     if (version := rank.versions.get("triton")) and (reason := untested(version)):
@@ -130,14 +123,9 @@ def _software(rank: RankState) -> Iterator[Advice]:
     if slow := sorted({kernel for kernel in rank.route.values() if kernel in BACKENDS and kernel != "triton"}):
         text = f"on a GPU {', '.join(slow)} runs, not the kernels"
         yield Advice(text, "set backend: triton to be told why, or precision: bfloat16")
-
-
-def _memory(rank: RankState) -> Iterator[Advice]:
-    last = rank.memory.get(NOW) or rank.memory.get(FIRST_STEP) or Memory(None)
-    allocated, reserved = last.allocated or 0.0, last.reserved or 0.0
-    if allocated and reserved - allocated > _LEAST_HELD and reserved > _HELD * allocated:
-        text = f"rank {rank.rank} holds {reserved:,.0f} MiB for tensors of {allocated:,.0f} MiB at most"
-        yield Advice(text, 'set env: {PYTORCH_CUDA_ALLOC_CONF: "expandable_segments:True"}')
+    if busy < _BUSY:
+        text = f"the GPU of rank {rank.rank} is busy {busy:.0f} % of the time, less than {_BUSY:.0f} %"
+        yield Advice(text, "raise micro_batch, set compile: true, or give the data more cores")
 
 
 def imbalance(compute: Mapping[int, float]) -> float | None:

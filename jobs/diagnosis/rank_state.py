@@ -86,48 +86,48 @@ def identity(pid: int) -> str | None:
     return f"{boot} {namespace} {pid} {started}"
 
 
+@dataclass
 class Notes:
     """Notes on the memory of this process, a rank; its state is kept as a file of the point at its first step."""
 
-    def __init__(self, beat: Beat, device: torch.device, rank: int, ranks: int) -> None:
-        self._report = reporter(beat)
-        self._device = device
-        self._rank, self._ranks = rank, ranks
-        self._memory: dict[str, Memory] = {}
+    beat: Beat
+    device: torch.device
+    rank: int
+    ranks: int
+    memory: dict[str, Memory] = field(default_factory=dict)  # by phase
 
     def note(self, phase: str) -> None:
         """Note the present memory; waits for no GPU."""
         gpu: list[float] = []
-        if self._device.type == "cuda":
-            gpu = [round(memory_mib(self._device), 1), round(torch.cuda.memory_reserved(self._device) / 2**20, 1)]
-        self._memory[phase] = Memory(round(resident_bytes() / 2**20, 1), *gpu)
+        if self.device.type == "cuda":
+            gpu = [round(memory_mib(self.device), 1), round(torch.cuda.memory_reserved(self.device) / 2**20, 1)]
+        self.memory[phase] = Memory(round(resident_bytes() / 2**20, 1), *gpu)
 
     def first_step(self, step: int, route: Mapping[str, str]) -> None:
         self.note(FIRST_STEP)
-        self._report.keep(f"rank{self._rank}.json", self.state(step, route).to_json())
+        reporter(self.beat).keep(f"rank{self.rank}.json", self.state(step, route).to_json())
 
     def state(self, step: int, route: Mapping[str, str]) -> RankState:
-        """The state of this rank."""
         pid, gpu = os.getpid(), ""
-        if self._device.type == "cuda":
-            uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if self.device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(self.device).uuid)
             gpu = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         packages = ("torch", "triton", "flash-attn", "flash-attn-4", "ray")
         versions = {name: version for name in packages if (version := installed(name))}
         if torch.cuda.is_available():
             versions |= {"cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl.version()))}
         return RankState(
-            rank=self._rank,
-            ranks=self._ranks,
+            rank=self.rank,
+            ranks=self.ranks,
             step=step,
             host=socket.gethostname(),
             pid=pid,
             process=identity(pid) or "",
-            device=self._device.type,
+            device=self.device.type,
             gpu=gpu,
             cores=ranges(cores_of(pid)),
             threads=torch.get_num_threads(),
             route=dict(route),
             versions=versions,
-            memory=dict(self._memory),
+            memory=dict(self.memory),
         )

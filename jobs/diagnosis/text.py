@@ -37,15 +37,15 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], shown: Shown) 
 
 
 def _memory(ranks: Sequence[RankState], shown: Shown) -> list[str]:
-    gpu = any(rank.gpu for rank in ranks)
-
-    def sizes(memory: Memory | None) -> str:
-        if memory is None:
-            return "-"
-        numbers = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
-        return " / ".join("-" if size is None else f"{size:,.0f}" for size in numbers)
-
-    rows = [[str(rank.rank), *(sizes(rank.memory.get(phase)) for phase in PHASES)] for rank in ranks]
+    gpu, rows = any(rank.gpu for rank in ranks), []
+    for rank in ranks:
+        row = [str(rank.rank)]
+        for phase in PHASES:
+            memory = rank.memory.get(phase, Memory(None))
+            numbers = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
+            sizes = ["-" if size is None else f"{size:,.0f}" for size in numbers]
+            row.append(" / ".join(sizes) if phase in rank.memory else "-")
+        rows.append(row)
     title = f"## Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}\n"
     return [title, *_table(["rank", *PHASES.values()], rows, shown)]
 

@@ -142,14 +142,14 @@ class RowCheck:
                     )
 
 
-def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float]) -> bool:
+def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float = _TIE) -> bool:
     """Whether blocks of a query are the best ones, or others whose ranks are tied with theirs; -1 pads both."""
     taken, missed = {*chosen} - {*best}, {*best} - {*chosen}
     if sorted({*chosen} - {-1}) + [-1] * list(chosen).count(-1) != list(chosen) or len(taken) != len(missed):
         return False  # not ascending, twice, or too few
     if not taken:
         return True
-    return -1 not in taken | missed and min(ranks[i] for i in taken) >= (1 - _TIE) * max(ranks[i] for i in missed)
+    return -1 not in taken | missed and min(ranks[i] for i in taken) >= (1 - tie) * max(ranks[i] for i in missed)
 
 
 def _scale(rows: Tensor, *, gradient: bool) -> Tensor:

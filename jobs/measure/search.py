@@ -39,18 +39,6 @@ def outcome(tried: Mapping[S, EndedPoint], size: S) -> EndedPoint:
     return tried[size]
 
 
-def last_that_fits(fits: Callable[[int], bool], count: int, guess: int) -> int | None:
-    """Last of `count` places that fits, from a guess upwards or downwards; None if none does.
-
-    What fits at a place is taken to fit at those before it. Each place is tried once.
-    """
-    if fits(guess):
-        while guess + 1 < count and fits(guess + 1):
-            guess += 1
-        return guess
-    return next((place for place in range(guess - 1, -1, -1) if fits(place)), None)
-
-
 def bisected(
     layers: Sequence[int], lengths: Sequence[int], tried: Mapping[Size, EndedPoint]
 ) -> tuple[tuple[Metric, ...], str | None]:

@@ -16,7 +16,7 @@ from jobs.schema.plain_text import shown
 
 Coordinate = str | int
 _LONGEST = 400  # characters of a coordinate of a kind's own, whatever its Axis says
-_PRINTABLE = "printable text of at most"
+_WHOLE = range(-(2**53), 2**53 + 1)  # that survive JSON
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -87,7 +87,7 @@ _TAKEN = {axis.name for axis in AXES} | {axis.attribute for axis in AXES} | {"gp
 
 
 def check_axes(axes: Sequence[Axis]) -> None:
-    """Check that the names of a kind's own axes are free and can be columns. Raises ValueError, with the fix."""
+    """Refuse a kind's own axes whose names are taken or can be no columns. Raises ValueError."""
     for axis in axes:
         if not isinstance(axis, Axis) or axis.type not in ("text", "whole"):
             raise ValueError(f"AXES: {axis!r}: is not an Axis of type 'text' or 'whole'; correct it")
@@ -105,11 +105,9 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
         check_coordinate(axis, getattr(axes, axis.attribute))
     known = {axis.name: axis for axis in declared}
     for name, value in axes.more.items():
-        if (axis := known.get(name)) is None:
+        if name not in known:
             raise ValueError(f"Axes.more: {name!r}: is not declared; add an Axis to the kind's AXES")
-        if not (_is_whole(value) if axis.type == "whole" else _is_short(value, axis.size)):
-            use = "an integer within ±2**53" if axis.type == "whole" else f"{_PRINTABLE} {axis.size} characters"
-            raise ValueError(f"Axes.more: {name}: {shown(value)}: is declared {axis.type}; use {use}")
+        _check(f"Axes.more: {name}", value, known[name].type, known[name].size, _WHOLE)
 
 
 def check_coordinate(axis: Axis, value: object) -> None:
@@ -117,11 +115,8 @@ def check_coordinate(axis: Axis, value: object) -> None:
 
     Lengths and counts begin at 1.
     """
-    largest = 2 ** (8 * axis.size - 1) - 1
-    whole = axis.type == "whole"
-    if value is not None and not (_is_whole(value, 1, largest) if whole else _is_short(value, axis.size)):
-        use = f"an integer of 1 to {largest}" if whole else f"{_PRINTABLE} {axis.size} characters"
-        raise ValueError(f"Axes.{axis.attribute}: {shown(value)}: use {use}, or None")
+    if value is not None:
+        _check(f"Axes.{axis.attribute}", value, axis.type, axis.size, range(1, 2 ** (8 * axis.size - 1)))
 
 
 def check_more(more: Mapping[str, object]) -> None:
@@ -129,14 +124,16 @@ def check_more(more: Mapping[str, object]) -> None:
     for name, value in more.items():
         if not _NAME.fullmatch(name) or name in _TAKEN:
             raise ValueError(f"Axes.more: {shown(name)}: is no name of an axis; rename it")
-        if value is not None and not _is_whole(value) and not _is_short(value, _LONGEST):
-            use = f"use an integer within ±2**53, or {_PRINTABLE} {_LONGEST} characters"
-            raise ValueError(f"Axes.more: {name}: {shown(value)}: {use}")
+        if value is not None:
+            _check(f"Axes.more: {name}", value, "text" if isinstance(value, str) else "whole", _LONGEST, _WHOLE)
 
 
-def _is_whole(value: object, smallest: int = -(2**53), largest: int = 2**53) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= largest
-
-
-def _is_short(value: object, size: int) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value) <= size
+def _check(where: str, value: object, kind: Literal["text", "whole"], size: int, whole: range) -> None:
+    if kind == "whole":
+        fits = isinstance(value, int) and not isinstance(value, bool) and value in whole
+        use = f"an integer of {whole[0]} to {whole[-1]}"
+    else:
+        fits = isinstance(value, str) and value.isprintable() and len(value) <= size
+        use = f"printable text of at most {size} characters"
+    if not fits:
+        raise ValueError(f"{where}: {shown(value)}: use {use}")

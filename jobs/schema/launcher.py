@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -22,27 +22,19 @@ class Rank:
     folder: Path  # for files that explain a stall; made by who writes one
 
 
+@dataclass(eq=False)
 class RanksEnded(Exception):  # noqa: N818  (an event)
-    """Not every rank returned a result; all have ended.
+    """Not every rank returned a result; all have ended."""
 
-    Attributes:
-        died: the ends of ranks whose process died ("was killed by SIGKILL"), by rank, the first one first.
-        tails: the last lines that a rank wrote to stderr, by rank.
-        out_of_memory: those among `died` that were killed because memory ran out.
-    """
-
-    def __init__(self, died: Mapping[int, str], tails: Mapping[int, str], out_of_memory: Collection[int] = ()) -> None:
-        super().__init__(f"{len(died)} ranks died")
-        self.died, self.tails, self.out_of_memory = died, tails, out_of_memory
+    died: Mapping[int, str]  # ends of ranks whose process died ("was killed by SIGKILL"), the first one first
+    tails: Mapping[int, str]  # last lines that a rank wrote to stderr
+    out_of_memory: Collection[int] = ()  # those among `died` that were killed because memory ran out
 
 
 class Launcher(Protocol):
     """Starts the ranks of a point, on one host or several."""
 
-    @property
-    def name(self) -> str:
-        """Name for the point's environment."""
-        ...
+    name: ClassVar[str]  # for the point's environment
 
     def run(
         self,

@@ -42,8 +42,7 @@ _CODE = re.compile(r"(?<!`)`(?!`)")
 _ADDRESS = re.compile(r"(?i)((?:https?|ftp)\\?:\\?/\\?/|www(?=\\?\.)|@)(?=[^\s@])")
 _JOINER = "\N{WORD JOINER}"
 
-# Beginnings that a spreadsheet takes for a formula, also in the full width of East Asian scripts; one more apostrophe
-# for cells that begin so themselves.
+# Beginnings of formulas, also in the full width of East Asian scripts; behind apostrophes, so that each comes back.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 
 

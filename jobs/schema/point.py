@@ -21,16 +21,11 @@ from jobs.schema.states import PointState
 
 Device = Literal["cpu", "cuda"]
 
-# Begin of the phases in which a point waits for room to be measured in: its deadlines count from their end.
-WAITING = "waiting for "
-# Phase in which processes of a point start again: silence in it is judged as that before the first progress.
-STARTING = "start"
-# Folder in the point's temporary folder; its files are kept of a point that hangs or takes too long.
-FAILURE_FILES = "failure-files"
-# In a machine's fingerprint: why the kernels do not load with its Triton.
-TRITON_PROBLEM = "triton-problem"
-# Characters of a text that is kept while its point runs: a rank may send it in one write to a pipe.
-SHORT = 1600
+WAITING = "waiting for "  # begins the phases in which a point waits for room: its deadlines count from their end
+STARTING = "start"  # phase in which processes of a point start: silence in it is judged as that before a first beat
+FAILURE_FILES = "failure-files"  # in the temporary folder; its files are kept of a point that hangs or is too slow
+TRITON_PROBLEM = "triton-problem"  # in a machine's fingerprint: why the kernels do not load with its Triton
+SHORT = 1600  # characters of a text that is kept while its point runs: a rank sends it in one write to a pipe
 
 
 @dataclass(frozen=True)
@@ -134,19 +129,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of a successful point.
-
-    Attributes:
-        metrics: the numbers.
-        route: kernels that really ran, by branch, e.g. {"cmp": "chunked", "slc": "chunked", "win": "sdpa-flash"}.
-        environment: versions, driver, GPU name and UUID, clocks, host, the effective environment variables.
-        files: files to keep, by plain file name (letters, digits, "._-"): a text, or the Path of a file of any size
-            that was written, best in a temporary folder, which is removed with the point's process.
-    """
+    """Results of a successful point."""
 
     metrics: tuple[Metric, ...]
-    route: Mapping[str, str] = field(default_factory=dict)
+    route: Mapping[str, str] = field(default_factory=dict)  # kernels that really ran, by branch: {"cmp": "chunked"}
+    # Versions, driver, GPU name and UUID, clocks, host, the effective environment variables.
     environment: Mapping[str, Any] = field(default_factory=dict)
+    # Files to keep, by plain name (letters, digits, "._-"): a text, or the Path of a file of any size, best in a
+    # temporary folder, which is removed with the point's process.
     files: Mapping[str, str | Path] = field(default_factory=dict)
 
 

@@ -90,12 +90,12 @@ class Quantities(tuple[Quantity, ...]):
 
     def of(self, name: str, unit: str = "1") -> Quantity:
         """Declaration of a metric; if it is undeclared, a plain one from its name and unit."""
-        for quantity in self:
+        declared = [quantity for quantity in self if quantity.declares(name)]
+        for quantity in declared:
             if quantity.name == name:
                 return quantity
-        for quantity in self:
-            if quantity.declares(name):
-                return quantity.named(name.removeprefix(quantity.name[:-1]))
+        if declared:
+            return declared[0].named(name.removeprefix(declared[0].name[:-1]))
         return Quantity(name, unit, in_words(name))
 
     def place(self, name: str) -> tuple[int, str]:
@@ -127,13 +127,6 @@ def readable_bytes(count: float) -> str:
     return f"{count:,.0f} bytes"
 
 
-def readable_range(low: float, high: float, unit: str = "1", to: str = " – ") -> str:
-    """Two values and their unit, which is written once if it is the same: 15.48 – 15.49 ms."""
-    first, last = readable(low, unit), readable(high, unit)
-    number, _, end = first.partition(" ")
-    return (number if end and last.partition(" ")[2] == end else first) + to + last
-
-
 FEWEST_SAMPLES = 6
 """Samples below which a bootstrap of the median is their range, and no interval."""
 
@@ -141,11 +134,17 @@ FEWEST_SAMPLES = 6
 def readable_interval(
     low: float | None, high: float | None, samples: Sequence[float] | None, unit: str, to: str = " – "
 ) -> str:
-    """The 95 % interval; of few samples their range, called so; "" without either."""
-    if low is not None and high is not None and low == low and high == high:
-        return readable_range(low, high, unit, to)
-    few = samples is not None and 1 < len(samples) < FEWEST_SAMPLES
-    return f"range {readable_range(min(samples), max(samples), unit, to)}" if samples and few else ""
+    """The 95 % interval (15.48 – 15.49 ms); of few samples their range, called so; "" without either."""
+    name = ""
+    if low is None or high is None or low != low or high != high:
+        if samples is None or not 1 < len(samples) < FEWEST_SAMPLES:
+            return ""
+        name, low, high = "range ", min(samples), max(samples)
+    first, last = readable(low, unit), readable(high, unit)
+    number, _, end = first.partition(" ")
+    if end and last.partition(" ")[2] == end:  # the unit once
+        first = number
+    return f"{name}{first}{to}{last}"
 
 
 def written_unit(unit: str, value: float = 0.0) -> str:
@@ -155,8 +154,7 @@ def written_unit(unit: str, value: float = 0.0) -> str:
 
 def in_words(name: str) -> str:
     """A name from code as a heading: "gpu_sm-clock" as "GPU SM clock"."""
-    words = [_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name)]
-    return heading(" ".join(words))
+    return heading(" ".join(_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name)))
 
 
 def heading(text: str) -> str:
@@ -182,22 +180,18 @@ def _time(value: float, unit: str) -> str | None:
 
 
 def check_quantities(quantities: Sequence[Quantity]) -> None:
-    """Check that the declarations can be stored and told apart. Raises ValueError, with the quantity and the fix."""
+    """Refuse declarations that cannot be stored or told apart. Raises ValueError."""
     names = [quantity.name for quantity in quantities if isinstance(quantity, Quantity)]
     for each in quantities:
         if not isinstance(each, Quantity):
             raise ValueError(f"QUANTITIES: {each!r}: is not a Quantity; use jobs.schema.quantities.Quantity")
         texts = (each.name, each.unit, each.title, each.short)
-        headline = each.plot or each.role is Role.HEADLINE
+        shown = each.plot or each.role is Role.HEADLINE
         enums = ((each.better, Better | None), (each.role, Role), (each.plot, Plot | None))
         for wrong, fix in (
-            (not all(isinstance(x, str) and x.isprintable() for x in texts), "texts must be printable"),
-            (not each.title, "title: give one"),
+            (not each.title or not all(isinstance(x, str) and x.isprintable() for x in texts), "use printable texts"),
             *((not isinstance(x, kind), f"{x!r}: use a member of Better, Role or Plot") for x, kind in enums),
-            (
-                str(each.name).endswith("*") and headline,
-                "a family is neither drawn nor a headline; declare its members",
-            ),
+            (shown and str(each.name).endswith("*"), "a family is neither drawn nor a headline; declare its members"),
             (each.plot is Plot.GROWTH and each.unit in _NOT_DIVIDED, "growth is fitted in ms, s or MiB; use one"),
             (not _NAME.fullmatch(str(each.name)), "use lower-case letters, digits and '_', a letter first"),
             (names.count(each.name) > 1, "is declared twice; keep one of them"),

@@ -13,7 +13,7 @@ from supervised import Ended, supervised
 from torch import Tensor, nn
 from travelling import CPU, travelled, values_of
 
-from jobs.backward import LAYERS, BackwardPass, BrokenGradient, LayerWatch, PassFailed, Spec, measure
+from jobs.backward import LAYERS, BrokenGradient, LayerWatch, PassFailed, Spec, measure, repeated_pass
 from jobs.measure.check import WrongResult
 from jobs.process.worker import ran_out_of_memory
 from jobs.schema.point import Measurement, Point
@@ -56,7 +56,7 @@ def test_a_model_of_a_branch_is_watched_and_measured(branch: str) -> None:
     assert all("VmRSS" in str(result.files[f"memory_{side}.txt"]) for side in ("before", "after"))
     assert ("trace.txt" in result.files) == (branch != "all")
     values = values_of(result)
-    parameters = sum(p.numel() for p in BackwardPass(travelled(point)).parameters) * 4 / 2**20
+    parameters = sum(p.numel() for p in repeated_pass(travelled(point)).parameters) * 4 / 2**20
     assert parameters < values["forward_memory"] < values["peak_memory"]
     assert values["time"] > 0
 
@@ -64,15 +64,15 @@ def test_a_model_of_a_branch_is_watched_and_measured(branch: str) -> None:
 def test_a_model_that_runs_another_branch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (point,) = _points({"branches": ["win"]})
     case = travelled(point)
-    whole = BackwardPass(case.model_copy(update={"model": replace(case.model, branches=("cmp", "slc", "win"))}))
-    monkeypatch.setattr("jobs.backward.BackwardPass", lambda _: whole)
+    whole = repeated_pass(case.model_copy(update={"model": replace(case.model, branches=("cmp", "slc", "win"))}))
+    monkeypatch.setattr("jobs.backward.repeated_pass", lambda _: whole)
     with pytest.raises(WrongResult, match="a model of win ran cmp, select, slc, win"):
         measure(case, lambda *_: None)
 
 
 def test_a_toy_repeats_a_branch_within_a_layer() -> None:
     (point,) = _points({"layers": [1], "branches": ["cmp"], "repeats": [3]})
-    trial = BackwardPass(travelled(point))
+    trial = repeated_pass(travelled(point))
     with capture() as runs:
         trial.run()
     assert [run.branch for run in runs] == ["cmp"] * 3

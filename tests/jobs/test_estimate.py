@@ -25,9 +25,9 @@ def test_parts_of_a_known_pass() -> None:
     """One product y = x w, x [256,1024], w [1024,512], float32: the gradient is w's, the output is an activation."""
     x, w, cpu = torch.ones(256, 1024), torch.ones(1024, 512, requires_grad=True), torch.device("cpu")
     parts = measure_parts(lambda: x @ w, lambda y: y.backward(torch.ones(256, 512)), [w], cpu)
-    assert parts.gradients == 2 * MIB
-    assert parts.activations == pytest.approx(MIB / 2, abs=1024)
-    assert parts.workspace == pytest.approx(MIB / 2, abs=1024)  # the output's gradient
+    assert parts["gradients"] == 2 * MIB
+    assert parts["activations"] == pytest.approx(MIB / 2, abs=1024)
+    assert parts["workspace"] == pytest.approx(MIB / 2, abs=1024)  # the output's gradient
 
 
 @pytest.mark.parametrize(

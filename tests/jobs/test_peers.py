@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from travelling import HEADS, NSA, QUICK, measured, values_of
 
 from jobs import peers
 from jobs.adapters import offered_peers
 from jobs.measure.check import WrongResult
-from jobs.peers import _ranked, _wrong
 from jobs.schema.point import Machine
 from jobs.specs.kinds import offered_sources
 from jobs.specs.load import parse_spec
-from nsa_core import NSAConfig
 from orchestrator.cli import doctor
 from orchestrator.settings import Settings
 
@@ -172,23 +169,3 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
     findings = {finding.name: finding for finding in doctor.findings(Settings())}
     assert findings["peer right"].detail == "toy-peers 2.0"
     assert findings["peer dense-pytorch"].detail == "toy-peers 2.0: has a name that nsa-bench itself has taken"
-
-
-def test_a_choice_may_differ_from_the_oracles_in_ties_alone() -> None:
-    config = NSAConfig(8, 4, 8, slc_count=4, init_blocks=1, local_blocks=1)
-    scores = torch.tensor([0.1, 0.5, 0.4, 0.399, 0.2, 0.1, 0.3]).expand(1, 56, 1, 7)
-    ranked = _ranked(scores, config)[:, -1:]  # a query of block 6
-    right = torch.tensor([[[[0, 1, 2, 6]]]])
-    cases = {
-        (0, 1, 2, 6): False,
-        (0, 1, 3, 6): False,  # but for rounding as good
-        (0, 1, 4, 6): True,  # a worse one
-        (1, 2, 3, 6): True,  # without a forced one, which has a low score
-        (0, 1, 2, -1): True,
-        (0, 1, 1, 6): True,
-    }
-    for blocks, wrong in cases.items():
-        assert _wrong(torch.tensor(blocks).view(1, 1, 1, 4), right, ranked, 2**-7).item() is wrong, blocks
-    early = _ranked(scores, config)[:, 20:21]  # a query of block 2, before block 3
-    right, later = torch.tensor([0, 1, 2, -1]).view(1, 1, 1, 4), torch.tensor([0, 1, 3, -1]).view(1, 1, 1, 4)
-    assert _wrong(later, right, early, 2**-7).item() is True

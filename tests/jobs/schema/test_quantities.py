@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jobs.schema.quantities import Quantities, in_words, readable, readable_range
+from jobs.schema.quantities import Quantities, in_words, readable, readable_interval
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,11 @@ def test_values_are_written_to_be_read(value: float, unit: str, text: str) -> No
     assert readable(value, unit) == text
 
 
-def test_a_range_has_its_unit_once_if_it_is_the_same() -> None:
-    assert readable_range(15.48, 15.49, "ms") == "15.48 – 15.49 ms"
-    assert readable_range(0.9, 1.1, "h", to=" .. ") == "54 min .. 1 h 06 min"
-    assert readable_range(1, 2) == "1 – 2"
+def test_an_interval_has_its_unit_once_and_few_samples_have_a_range() -> None:
+    assert readable_interval(15.48, 15.49, None, "ms") == "15.48 – 15.49 ms"
+    assert readable_interval(0.9, 1.1, None, "h", to=" .. ") == "54 min .. 1 h 06 min"
+    assert readable_interval(math.nan, math.nan, [2, 1, 3], "1") == "range 1 – 3"
+    assert not readable_interval(None, None, [1.0] * 9, "ms")
 
 
 def test_names_keep_their_acronyms() -> None:
