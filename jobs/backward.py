@@ -395,8 +395,10 @@ class LayerWatch:
         self.beat(place, done, len(self.layers))
         finite = arrived is None or bool(arrived.detach().isfinite().all())
         stats = torch.cuda.memory_stats(self.device) if self.device.type == "cuda" else {}
-        sizes = [stats[f"{what}_bytes.all.current"] / 2**20 if stats else None for what in ("allocated", "reserved")]
-        self.marks.append(Mark(place, time.perf_counter() - self.start, *sizes, resident_bytes() / 2**20, finite))
+        names = ("allocated_bytes.all.current", "reserved_bytes.all.current")
+        allocated, reserved = (stats[name] / 2**20 if stats else None for name in names)
+        seconds = time.perf_counter() - self.start
+        self.marks.append(Mark(place, seconds, allocated, reserved, resident_bytes() / 2**20, finite))
         lines = ",\n".join(json.dumps(mark._asdict()) for mark in self.marks)
         (self.folder / LAYERS).write_text(f"[\n{lines}\n]\n")
         if stats:
