@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from orchestrator.interruption import AtOnce, end_at_once
+from orchestrator.interruption import end_at_once, end_during_imports
 
 if __name__ == "__main__":
-    with AtOnce():
-        from orchestrator import terminal
-        from orchestrator.background import leave
-        from orchestrator.run.driver import CANCELLED, main
-        from orchestrator.settings import misspelled
+    end_during_imports()
+    from orchestrator import terminal
+    from orchestrator.background import leave
+    from orchestrator.run.driver import CANCELLED, main
+    from orchestrator.settings import misspelled
+
     terminal.prepare()
     for line in misspelled():
         terminal.warn(f"warning: {line}")

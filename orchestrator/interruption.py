@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+from types import FrameType
 
 INTERRUPTED = 130
 """Exit code of a process that SIGINT ended, as shells give it."""
 
 
-class AtOnce:
-    """A context that SIGINT ends together with the process, unless it was ignored at the start.
+def end_during_imports() -> None:
+    """Let SIGINT end the process at once while it imports a module, unless it is ignored or handled otherwise.
 
-    For imports: there a KeyboardInterrupt may become another error, or be printed and lost in a callback.
+    There a KeyboardInterrupt may become another error, or be printed and lost in a callback.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
 
-    def __enter__(self) -> None:
-        self._raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._raises:
-            signal.signal(signal.SIGINT, _end)
 
-    def __exit__(self, *_: object) -> None:
-        if self._raises:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def end_at_once() -> None:
     """Let SIGINT end the process at once from here on: Python's own end would print a traceback of it."""
-    AtOnce().__enter__()
-
-
-def _end(number: int, frame: object) -> None:
-    os._exit(INTERRUPTED)
+    if signal.getsignal(signal.SIGINT) in (_interrupt, signal.default_int_handler):
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))

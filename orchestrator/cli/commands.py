@@ -1,4 +1,7 @@
-"""The `nsa` command line. Each command reads its arguments, makes one call and prints the result."""
+"""The `nsa` command line. Each command reads its arguments, makes one call and prints the result.
+
+Commands import what they need themselves: with all of it, pandas and SQLAlchemy, a start takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,22 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
 
 from jobs.schema.plain_text import in_a_line, shown
 from jobs.schema.states import Origin, Result, RunState
-from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 from orchestrator import terminal
-from orchestrator.cli import console, services, submission
-from orchestrator.cli import diagnose as diagnosis
-from orchestrator.cli import doctor as checks
-from orchestrator.cli.lookup import find_point, find_run, find_runs, find_side, open_store
-from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
-from orchestrator.execute.artifacts import fetch, kept_in, stored_files
-from orchestrator.judge.decisions import Decision, decide, decisions
-from orchestrator.judge.verdicts import Gates, evaluate, judge, save_verdicts
-from orchestrator.report import compare as comparing
-from orchestrator.report import summary
-from orchestrator.report import template as templates
-from orchestrator.report import write as reports
-from orchestrator.report.compare import Change
-from orchestrator.run import driver
-from orchestrator.run.gates import own_gates
 from orchestrator.settings import SOURCES, Settings, check_current_folder, example_spec, load_settings, misspelled
-from orchestrator.store import Store, StoreError, exporter, importer, queries, upgrade
-from orchestrator.store.journal import NAME
 from orchestrator.terminal import say
+
+if TYPE_CHECKING:
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.verdicts import Gates
 
 UsageError: Any = typer.BadParameter.__base__
 """A wrong option or argument: click's class, of which newer versions of Typer have a copy without a public name."""
@@ -139,6 +128,9 @@ def _ignore_env(rayignore: Path) -> None:
 @app.command()
 def doctor() -> None:
     """List the settings and check what a job needs; exit 1 if something is broken."""
+    from orchestrator.cli import console
+    from orchestrator.cli import doctor as checks
+
     settings = load_settings()
     check_current_folder()
     console.table("Settings", ["variable", "value", "source", "meaning"], checks.setting_rows(settings))
@@ -154,6 +146,9 @@ def up(
     num_gpus: Annotated[int | None, typer.Option(help="GPUs Ray may use; default: all")] = None,
 ) -> None:
     """Start a local Ray cluster and the dashboard, with the database migrated."""
+    from orchestrator.cli import console, services
+    from orchestrator.store import upgrade
+
     settings = load_settings()
     check_current_folder()
     upgrade(settings.database)
@@ -168,6 +163,8 @@ def up(
 @app.command()
 def down() -> None:
     """Stop the services that `nsa up` started, and remove Ray's folder."""
+    from orchestrator.cli import services
+
     stopped = services.down(load_settings())
     say(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running")
 
@@ -175,6 +172,10 @@ def down() -> None:
 @app.command()
 def status() -> None:
     """Services, and the runs that have not ended."""
+    from orchestrator.cli import console, services
+    from orchestrator.cli.lookup import open_store
+    from orchestrator.store import queries
+
     settings = load_settings()
     console.services(services.status(settings))
     if settings.no_database_yet:
@@ -196,6 +197,10 @@ def submit(
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
+    from orchestrator.cli import submission
+    from orchestrator.cli.lookup import find_run, open_store
+    from orchestrator.run import driver
+
     settings = load_settings()
     if not spec.exists() and (_SPECS / spec.name).is_file():
         fix = f"write the ready specs with `nsa init`, then give specs/{spec.name}"
@@ -226,6 +231,10 @@ def runs(
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="most to show")] = 20,
 ) -> None:
     """List runs, newest first."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import open_store
+    from orchestrator.store import queries
+
     with open_store() as store:
         console.runs(queries.runs(store, kind=kind, state=state, origin=origin, limit=limit), title="Runs")
 
@@ -233,6 +242,10 @@ def runs(
 @app.command()
 def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
     """A run with its points, or one point with its metrics."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.store import queries
+
     with open_store() as store:
         run_id = find_run(store, run)
         if point is None:
@@ -251,6 +264,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep following the job")] = False,
 ) -> None:
     """The log of a run's Ray job, or the text artifacts of one point."""
+    from orchestrator.cli import console, submission
+    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.store import queries
+
     settings = load_settings()
     with open_store(settings) as store:
         run_id = find_run(store, run)
@@ -272,6 +289,11 @@ def artifacts(
     out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.execute.artifacts import fetch, kept_in, stored_files
+    from orchestrator.store import queries
+
     settings = load_settings()
     with open_store(settings) as store:
         run_id = find_run(store, run)
@@ -297,6 +319,9 @@ def artifacts(
 @app.command()
 def cancel(run: Run) -> None:
     """Stop a run: its remaining points end as cancelled."""
+    from orchestrator.cli import submission
+    from orchestrator.cli.lookup import find_run, open_store
+
     settings = load_settings()
     with open_store(settings, readonly=False) as store:
         say(submission.cancel_run(settings, store, find_run(store, run)))
@@ -311,6 +336,9 @@ def diagnose(
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="time to watch the processes for")] = 3.0,
 ) -> None:
     """Memory by phase, routes, topology and warnings of a live run, without disturbing it; or of this host."""
+    from orchestrator.cli import diagnose as diagnosis
+    from orchestrator.cli.lookup import open_store
+
     check_current_folder()
     diagnosis.give_way()
     if attach is None:
@@ -336,6 +364,10 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
+    from orchestrator.cli.lookup import find_runs, open_store
+    from orchestrator.report import template as templates
+    from orchestrator.report import write as reports
+
     with open_store() as store:
         run_ids = find_runs(store, runs)
         if template is None:
@@ -354,6 +386,8 @@ def report(
 
 def _load(file: str, settings: Sequence[str]) -> Any:
     """A ready spec, or one of the user's own, for a template."""
+    from jobs.specs.load import load_spec
+
     return load_spec(Path(file) if Path(file).exists() else _SPECS / file, settings)
 
 
@@ -366,6 +400,11 @@ def compare(
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
 ) -> None:
     """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_side, open_store
+    from orchestrator.report import compare as comparing
+    from orchestrator.report.compare import Change
+
     with open_store() as store:
         sides = [find_side(store, text) for text in (first, *others)]
         found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
@@ -392,6 +431,14 @@ def gate(
     check: Annotated[bool, typer.Option("--check", help="read the rules only: 2, and a line for each mistake")] = False,
 ) -> None:
     """Judge stored results on each machine asked. Exit 0: GO on all of them; 1: NO-GO on one; 3: UNKNOWN on one."""
+    from orchestrator.cli import console
+    from orchestrator.cli.lookup import find_runs
+    from orchestrator.judge.decisions import decisions
+    from orchestrator.judge.verdicts import evaluate, save_verdicts
+    from orchestrator.report import summary
+    from orchestrator.run.gates import own_gates
+    from orchestrator.store import Store, StoreError
+
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target).on(on)
     if check:
@@ -415,6 +462,9 @@ def plan(
     target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None, gates: Rules = None
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
+    from orchestrator.cli import console, submission
+    from orchestrator.run.gates import own_gates
+
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target)
     submission.check_commands(rules)
@@ -428,6 +478,10 @@ def resolve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say which commands would run, and run none")] = False,
 ) -> None:
     """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
+    from orchestrator.cli import console, submission
+    from orchestrator.report import summary
+    from orchestrator.run.gates import own_gates
+
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target)
     submission.check_commands(rules)
@@ -439,6 +493,10 @@ def resolve(
 
 def _decide(settings: Settings, rules: Gates) -> list[Decision]:
     """The decisions by what is stored; before anything was, by nothing."""
+    from orchestrator.judge.decisions import decide, decisions
+    from orchestrator.judge.verdicts import judge
+    from orchestrator.store import Store
+
     if settings.no_database_yet:
         return decisions(rules, judge([], rules))
     with Store.open(settings.database, create=False, readonly=True) as store:
@@ -469,6 +527,9 @@ def import_(
     ] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
+    from orchestrator.cli.lookup import open_store
+    from orchestrator.store import importer
+
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
         raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
@@ -486,6 +547,10 @@ def export(
     ] = False,
 ) -> None:
     """Write the stored results of runs, one row a metric, or the journal of one that has lost it."""
+    from orchestrator.cli.lookup import find_runs, open_store
+    from orchestrator.store import exporter
+    from orchestrator.store.journal import NAME
+
     settings = load_settings()
     if journal:
         if len(runs or ()) != 1:
@@ -503,6 +568,9 @@ def export(
 @db.command("upgrade")
 def upgrade_database() -> None:
     """Create the database's tables and views, or bring them up to date."""
+    from orchestrator.database_url import hide_password
+    from orchestrator.store import upgrade
+
     settings = load_settings()
     upgrade(settings.database)
     say(f"{hide_password(settings.database)} is up to date")

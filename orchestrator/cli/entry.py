@@ -1,17 +1,18 @@
-"""Entry point of the console script `nsa`; it imports the commands, most of a start, where Ctrl-C is answered."""
+"""Entry point of the console script `nsa`; Ctrl-C is answered before the commands, most of a start, are imported."""
 
 from __future__ import annotations
 
 import sys
 
-from orchestrator.interruption import INTERRUPTED, AtOnce, end_at_once
+from orchestrator.interruption import INTERRUPTED, end_at_once, end_during_imports
 
 
 def main() -> None:
     """The `nsa` command. Exit codes as of `commands.main`."""
+    end_during_imports()
     try:
-        with AtOnce():
-            from orchestrator.cli import commands
+        from orchestrator.cli import commands
+
         commands.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

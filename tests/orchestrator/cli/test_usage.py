@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 from nsa_command import Nsa
@@ -32,3 +34,11 @@ def test_without_a_command_the_help_is_shown(nsa: Nsa) -> None:
     code, out, err = nsa()
     assert (code, "error" in err) == (2, False)
     assert "Usage: nsa" in out + err
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    code = "import sys; from orchestrator.cli.commands import app; app(['--help'], standalone_mode=False)"
+    heavy = "print({'pandas', 'sqlalchemy', 'ray', 'torch', 'altair'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", f"{code}; {heavy}"], capture_output=True, text=True, check=True)
+    assert "diagnose" in done.stdout
+    assert done.stdout.endswith("set()\n")
