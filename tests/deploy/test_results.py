@@ -44,7 +44,8 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
         for name in ("NSA_HOME", "NSA_DATABASE_URL", "NSA_GATES"):
             patch.setenv(name, "")  # no setting of this machine may change a page
-        patch.setattr(template, "png", lambda chart: b"")  # drawing takes seconds, and pictures are not compared
+        # Drawing takes seconds, and pictures are not compared.
+        patch.setattr("vl_convert.vegalite_to_png", lambda chart, scale: b"")
         for path in reference_data():
             importer.import_file(store, path)
         run_ids = list(queries.run_ids(store, origin=Origin.MEASURED))
@@ -128,10 +129,6 @@ def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_
     assert taken == expected
 
 
-def in_the_spec(records: Lines) -> None:
-    records[0]["spec"]["data"] = {"path": "/srv/corpora/private"}
-
-
 def in_a_label(records: Lines) -> None:
     for record in records:
         record |= {"host": "gpu7"} if record["type"] == "run" else {}
@@ -141,21 +138,19 @@ def in_a_label(records: Lines) -> None:
     records[1]["label"] = "point on gpu7"
 
 
-def in_the_source(records: Lines) -> None:
-    records[0]["source"] = "postgresql://me:word@db/nsa"
-
-
-def never_ended(records: Lines) -> None:
-    del records[-1]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (in_the_spec, "record 1 holds a path, '/srv/corpora/private', where none can be replaced"),
+        (
+            lambda records: records[0]["spec"].update(data="/srv/corpora/private"),
+            "record 1 holds a path, '/srv/corpora/private', where none can be replaced",
+        ),
         (in_a_label, "record 2 holds a host, 'gpu7', where none can be replaced"),
-        (in_the_source, "record 1 holds a login, '://me:word@', where none can be replaced"),
-        (never_ended, "has no run that ended; give the journal of one that did"),
+        (
+            lambda records: records[0].update(source="postgresql://me:word@db/nsa"),
+            "record 1 holds a login, '://me:word@', where none can be replaced",
+        ),
+        (lambda records: records.pop(), "has no run that ended; give the journal of one that did"),
     ],
 )
 def test_a_journal_that_cannot_be_published_is_refused(
