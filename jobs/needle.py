@@ -1,7 +1,7 @@
 """Retrieval: does a small model that was trained for it find a needle at every depth, with NSA as with dense attention?
 
 A point is one implementation and length: a model trained from nothing by the loop of `train` on synthetic retrieval
-(NeedleCorpus), then asked for needles at each depth. All points of a length get the same batches.
+(NeedleTask), then asked for needles at each depth. All points of a length get the same batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import fmean
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -27,17 +27,17 @@ from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import PresetSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
-from jobs.schema.training_plan import MODE_AXES
+from jobs.schema.training_plan import MODE_AXES, mode_of
 from jobs.specs.fields import Count, Layers, Preset, Unique
 from jobs.specs.fit import case_fields, does_not_fit
 from jobs.training.case import Layout, TrainingCase
-from jobs.training.data.base import DrawnBatches
+from jobs.training.data.corpus import Batches, Corpus
 from jobs.training.errors import noting_sigterm
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES
 from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
-from jobs.training.state import Run, first_steady, steady_steps
+from jobs.training.state import Run, first_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS
 
@@ -66,13 +66,12 @@ Depth = Annotated[int, Field(ge=0, le=100)]
 
 
 @dataclass(frozen=True)
-class NeedleCorpus:
+class NeedleTask:
     """Synthetic retrieval: haystacks of random tokens with needles in them, pairs of a key and a value, and questions.
 
     A haystack ends with the keys of its needles in any order, each of which asks for its value. No other token has a
     target: thousands that can be told without looking back would drown the answers' gradient. Sequences to learn from
     have haystacks of all lengths up to their own, since short ones are learned first, and more straw behind them.
-    A Corpus of jobs.training.data.base.
 
     Attributes:
         needles: pairs in a sequence.
@@ -89,19 +88,13 @@ class NeedleCorpus:
         """Tokens that a model needs: straw, keys, values; up to a multiple of 64."""
         return -(-(_STRAW + 2 * self.alphabet) // _MULTIPLE) * _MULTIPLE
 
-    def batches(self, batch: int, seq_len: int, seed: int) -> DrawnBatches:
-        """Endless (tokens, targets), int64 [batch, seq_len] each, seeded by `seed`."""
-        return DrawnBatches(partial(self.draw, batch, seq_len), _generator("training", seed))
-
-    def heldout_batches(self, batch: int, seq_len: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    def corpus(self, batch: int, seq_len: int, seed: int) -> Corpus:
+        """Sequences to learn from, which `seed` decides, and held-out ones."""
+        batches = Batches(partial(self.draw, batch, seq_len), _generator("training", seed))
         generator = _generator("held out", self.seed)
-        return [self.draw(batch, seq_len, generator) for _ in range(count)]
-
-    def text_bytes(self, targets: Tensor) -> int:
-        return int((targets != IGNORED).sum())
-
-    def about(self) -> dict[str, Any]:
-        return {"needles": self.needles, "alphabet": self.alphabet, "vocabulary": self.vocabulary}
+        heldout = [self.draw(batch, seq_len, generator) for _ in range(_HELDOUT_BATCHES)]
+        about = {"needles": self.needles, "alphabet": self.alphabet, "vocabulary": self.vocabulary}
+        return Corpus(batches, heldout, about)
 
     def asked(self, count: int, seq_len: int, depth: int) -> tuple[Tensor, Tensor]:
         """Sequences [count, seq_len] whose first question asks for the needle at a depth; values asked for [count].
@@ -161,7 +154,7 @@ def _generator(use: str, seed: int) -> torch.Generator:
 class Case(TrainingCase):
     """A training on a task, and the questions after it: fields as in Spec."""
 
-    task: NeedleCorpus
+    task: NeedleTask
     depths: list[int]
     questions: int
     converged_nat: float
@@ -212,7 +205,7 @@ class Spec(PresetSpec):
     def points(self, machine: Machine) -> Sequence[Point]:
         """A point for each length and implementation, shortest lengths first."""
         self.refuse_unusable(machine)
-        task = NeedleCorpus(self.needles, self.alphabet, self.seed)
+        task = NeedleTask(self.needles, self.alphabet, self.seed)
         layers, points = self.layers or PRESETS[self.preset].layers, []
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             batch = self.tokens // seq_len
@@ -223,7 +216,7 @@ class Spec(PresetSpec):
             case = Case(**place, **case_fields(self, machine), model=model, **own)
             needed, label = case.estimate(), f"{implementation} {self.preset} S={seq_len}"
             skip = does_not_fit(needed, self, machine, "shorten lengths, or lower tokens")
-            points.append(Point("needle", label, case, case.axes(more=case.mode), needed, skip))
+            points.append(Point("needle", label, case, case.axes(more=mode_of(case.model_dump())), needed, skip))
         return points
 
 
@@ -231,25 +224,26 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """Train a model on retrieval, and ask it at each depth. Raises as Trainer.run, and WrongResult."""
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-    device, corpus = case.torch_device, case.task
+    device = case.torch_device
     notes = Notes(beat, device, 0, 1)
     notes.note(BOOT)
+    corpus = case.task.corpus(case.batch, case.seq_len, case.seed)
     notes.note(LOADER)
     trainer = Trainer(case, corpus, device, notes=notes)
     beat("check")
     agreement = case.check()
     with noting_sigterm() as stop:
-        run = trainer.run(_HELDOUT_BATCHES, beat, stop, Telemetry([]))
+        run = trainer.run(beat, stop, Telemetry([]))
     recall = {depth: _recall(trainer, case, depth, beat) for depth in case.depths}
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
-    change, learned = loss_course(run.losses, math.log(corpus.alphabet))
+    change, learned = loss_course(run.losses, math.log(case.task.alphabet))
     if learned is None:
         reporter(beat).warn(f"steps: {case.steps}: the task was not learned; give more steps, or another seed")
     elif abs(change) > case.converged_nat:
         text = f"the loss still changes by {change:.2g} nat/answer in the last tenth of the steps"
         reporter(beat).warn(f"steps: {case.steps}: {text}, more than converged_nat; give more steps")
-    steady = [run.seconds[step] for step in steady_steps(run)]
+    steady = [run.seconds[step] for step in run.steady_steps()]
     method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
     metrics = [
         *_recalls(recall, case),
@@ -260,7 +254,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
         *peak.metrics(),
         *agreement.metrics(),
     ]
-    about = {"corpus": corpus.about(), "parameters": sum(p.numel() for p in trainer.model.parameters())}
+    about = {"corpus": corpus.about, "parameters": sum(p.numel() for p in trainer.model.parameters())}
     rows = [f"{case.implementation},{case.seq_len},{d},{case.questions},{share:.6g}" for d, share in recall.items()]
     table = "\n".join(["implementation,length,depth_percent,questions,recall_percent", *rows, ""])
     files = {**peak.files, "recall.csv": table}

@@ -18,8 +18,8 @@ from jobs.hardware.stats import SLOPE_INTERVAL, Slope, common_slope
 from jobs.schema.axes import Axis
 from jobs.schema.point import STARTING, Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import Better, Quantity, Role
+from jobs.training.case import CheckpointSpec
 from jobs.training.checkpoints.folder import CheckpointFolder
-from jobs.training.checkpoints.report import CheckpointSpec
 from jobs.training.errors import Suspended, noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.live import LOSS
@@ -55,7 +55,6 @@ HISTORY = "soak.csv"  # the file with the intervals of the rank that holds the m
 LEAST_CHECKPOINTS, LEAST_PROCESSES = (10, 3)  # of one process, and of all, without which growth is not judged
 Case = train.Case
 
-_MIB = 2**20
 _START_S = 900  # of a point's deadline, for start-up, checkpoints and the check of the attention
 _LONGEST_S = 10**6  # that a deadline can be
 
@@ -119,6 +118,8 @@ class Spec(train.TrainingSpec):
 def measure(case: Case, beat: Beat) -> Measurement:
     """Train piece by piece, each piece on ranks that are started anew; also one rank is a process of its own.
 
+    Times and losses are the first rank's; memory is that of the rank that holds the most.
+
     Raises:
         RankFailed, WrongResult, Diverged, Ineffective, CheckpointError: as run_ranks.
         MemoryLimit: a rank held more memory than `limit_gb`.
@@ -129,7 +130,8 @@ def measure(case: Case, beat: Beat) -> Measurement:
     with noting_sigterm() as stop:
         while True:
             reports = run_ranks(case, beat, stop)
-            restarts += reports[0].environment["training"]["restarts"]
+            first = reports[0]
+            restarts += first.environment["training"]["restarts"]
             histories = [report.run.soak for report in reports if report.run.soak is not None]
             if histories[0].done:
                 break
@@ -138,62 +140,45 @@ def measure(case: Case, beat: Beat) -> Measurement:
                 raise Suspended(f"{text}: nsa submit SPEC --resume RUN")
             beat(STARTING)
     assert there.checkpoints is not None, "a soak without them does not get so far"
-    starts = CheckpointFolder(there.checkpoints).starts(there.key)
-    return _measurement(case, [each.with_training(restarts=restarts) for each in reports], histories, starts)
-
-
-def _measurement(
-    case: Case, reports: Sequence[RankReport], histories: Sequence[SoakHistory], starts: int
-) -> Measurement:
-    """Results of a whole soak from the reports of its last process and the histories, by rank.
-
-    Times and losses are the first rank's; memory is that of the rank that holds the most.
-
-    Args:
-        starts: of all attempts, each of all ranks together.
-    """
     assert case.soak is not None
-    first, most = (reports[0], max(range(len(reports)), key=lambda rank: _highest(histories[rank], lambda i: i.held)))
+    starts = CheckpointFolder(there.checkpoints).starts(there.key)  # of all attempts, each of all ranks together
+    first.environment["training"]["restarts"] = restarts
+    most = max(range(len(reports)), key=lambda rank: max((each.held for each in histories[rank].intervals), default=0))
     worst, history = reports[most], histories[most]
     checkpoints = max((each.checkpoints for each in history.intervals), default=0)
     ends = "starts of the ranks that did not train to the end of their piece: killed, failed or told to stop"
     alert = f"memory held, of the rank that holds the most; samples once a second; 1 GB = {GB:,} bytes"
     needed = f"growth needs {LEAST_CHECKPOINTS}, and {LEAST_PROCESSES} pieces"
-    restarts = "of this attempt, after a rank had died, with a checkpoint or without"
+    died = "of this attempt, after a rank had died, with a checkpoint or without"
     metrics = [
-        *_memory(histories, case.soak),
+        *memory(histories, case.soak),
         *_times(case, first, histories[0]),
-        *_ranks(histories, case.soak),
+        *compare_ranks(histories, case.soak),
         Metric.of(SOAK_TIME, history.elapsed_s / 3600, method="without checkpoints, held-out losses and start-up"),
         Metric.of(PIECES, history.pieces, method="processes that trained to the end of their piece"),
         Metric.of(INTERRUPTIONS, max(0, starts - history.pieces), method=ends),
         Metric.of(PROCESS_CHECKPOINTS, checkpoints, method=needed),
         Metric.of(ALERT_TIME, history.alert_s / 60, method=alert),
-        Metric.of(RESTARTS, first.environment["training"]["restarts"], method=restarts),
+        Metric.of(RESTARTS, restarts, method=died),
         *common_metrics(case, reports, worst),
     ]
     files = {**worst.peak.files, HISTORY: history.to_csv()}
     return Measurement(tuple(metrics), first.state.route, first.environment, files)
 
 
-def _highest(history: SoakHistory, size: Callable[[Interval], int]) -> float:
-    """The highest of sizes over all intervals [MiB]."""
-    return max((size(interval) for interval in history.intervals), default=0) / _MIB
-
-
-def _memory(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
+def memory(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
     """Highest memory and its growth, each of the rank where it is most."""
     gpu = any(interval.allocated for history in histories for interval in history.intervals)
-    held = "memory reserved on the GPU" if gpu else "resident memory"
-    worst = max(histories, key=lambda each: _highest(each, lambda i: i.held))
-    sizes = tuple(interval.held / _MIB for interval in worst.intervals)
-    method = f"highest {held} over all processes; samples: intervals"
-    metrics = [Metric.of(MEMORY_HELD, max(sizes, default=0.0), sizes, method)]
+    kind = "memory reserved on the GPU" if gpu else "resident memory"
+    held = [tuple(each.held / 2**20 for each in history.intervals) for history in histories]
+    most = max(held, key=lambda sizes: max(sizes, default=0.0))
+    method = f"highest {kind} over all processes; samples: intervals"
+    metrics = [Metric.of(MEMORY_HELD, max(most, default=0.0), most, method)]
     ranks = [history.settled(plan) for history in histories]
     if gpu:
-        highest = max(_highest(history, lambda i: i.resident) for history in histories)
+        highest = max(each.resident for history in histories for each in history.intervals) / 2**20
         metrics.append(Metric.of(HOST_MEMORY, highest, method="highest resident memory over all processes"))
-        metrics += _growth(RESERVED_GROWTH, ranks, lambda i: i.reserved, held)
+        metrics += _growth(RESERVED_GROWTH, ranks, lambda i: i.reserved, kind)
         metrics += _growth(DRIVER_GROWTH, ranks, lambda i: i.driver, "memory in use on the card")
     return [*metrics, *_growth(HOST_GROWTH, ranks, lambda i: i.resident, "resident memory")]
 
@@ -214,8 +199,9 @@ def _growth(
     for intervals in ranks:
         used = [each for each in intervals if each.checkpoints]
         processes = np.array([each.process for each in used])
-        x = np.array([each.hours if by_hour else each.thousands for each in used])
-        y = np.array([size(each) / _MIB for each in used])
+        hours = _middle_hours(used)
+        x = np.array(hours if by_hour else [(each.end_step - each.steps / 2) / 1000 for each in used])
+        y = np.array([size(each) / 2**20 for each in used])
         unique = np.unique(processes)
         if len(unique) < LEAST_PROCESSES or max(each.checkpoints for each in used) < LEAST_CHECKPOINTS:
             continue
@@ -231,6 +217,11 @@ def _growth(
     return [max(metrics, key=lambda metric: metric.value)] if metrics else []
 
 
+def _middle_hours(intervals: Sequence[Interval]) -> list[float]:
+    """Hours of training until each interval's middle."""
+    return [(each.end_s - each.seconds / 2) / 3600 for each in intervals]
+
+
 def _slope(quantity: Quantity, slope: Slope, scale: float, method: str) -> Metric:
     low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
     return Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)
@@ -242,7 +233,7 @@ def _times(case: Case, report: RankReport, history: SoakHistory) -> list[Metric]
     settled, words = _settled(history, case.soak)
     metrics = speed(case, report, [i.seconds / i.steps for i in settled], words)
     speeds = [case.tokens * each.steps / each.seconds for each in settled]
-    slope = common_slope([0] * len(speeds), [each.hours for each in settled], speeds)
+    slope = common_slope([0] * len(speeds), _middle_hours(settled), speeds)
     if slope is not None:  # through all processes
         method = f"throughput in percent of its mean: least squares over {len(speeds)} intervals; {SLOPE_INTERVAL}"
         metrics.append(_slope(THROUGHPUT_DRIFT, slope, 100 / fmean(speeds), method))
@@ -252,13 +243,7 @@ def _times(case: Case, report: RankReport, history: SoakHistory) -> list[Metric]
     return [*metrics, Metric.of(LOSS, fmean(last), losses, method)]
 
 
-def _settled(history: SoakHistory, plan: SoakPlan) -> tuple[list[Interval], str]:
-    """The intervals that count for times, of a short soak the last one; and which they are, in words."""
-    words = f"means of intervals of {plan.interval_s:.3g} s, the first {plan.warm_up_s:.3g} s of each process left out"
-    return history.settled(plan) or history.intervals[-1:], words
-
-
-def _ranks(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
+def compare_ranks(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
     """Comparison of several ranks."""
     rows, words = [], ""
     for history in histories:
@@ -269,3 +254,9 @@ def _ranks(histories: Sequence[SoakHistory], plan: SoakPlan) -> list[Metric]:
         busy = sum(i.busy for i in mine) / looks if looks else None
         rows.append((median(1000 * i.seconds / i.steps for i in mine), compute, busy))
     return compared(rows, words, f"all steps, by {words}", f"looks once a second, {words}")
+
+
+def _settled(history: SoakHistory, plan: SoakPlan) -> tuple[list[Interval], str]:
+    """The intervals that count for times, of a short soak the last one; and which they are, in words."""
+    words = f"means of intervals of {plan.interval_s:.3g} s, the first {plan.warm_up_s:.3g} s of each process left out"
+    return history.settled(plan) or history.intervals[-1:], words

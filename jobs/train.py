@@ -15,13 +15,12 @@ import torch
 from pydantic import Field, model_validator
 
 from jobs.schema.point import Beat, Machine, Measurement, Point
-from jobs.schema.training_plan import MODE_AXES, TrainingPlan
+from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
 from jobs.specs.fields import NSA, Count, Preset, Unique
 from jobs.specs.fit import backend_reasons, case_fields, does_not_fit
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
-from jobs.training.case import Layout, Parallel, TextCase, divided
-from jobs.training.checkpoints.report import CheckpointSpec
+from jobs.training.case import CheckpointSpec, Layout, Parallel, TextCase, divided
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
@@ -139,7 +138,8 @@ class TrainingSpec(JobSpec):
         return Layout(micro_batch, self.ranks, accumulation, *settings)
 
     def paths(self) -> Mapping[str, Path]:
-        return self.data.paths()
+        paths = {"data.path": self.data.path, "data.tokenizer_path": self.data.tokenizer_path}
+        return {field: path for field, path in paths.items() if path is not None}
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """One point for each kind of attention.
@@ -195,7 +195,7 @@ class TrainingSpec(JobSpec):
             kind=self.kind,
             label=f"{attention} {self.preset} S={self.seq_len}{settings}",
             case=case,
-            axes=case.axes(more=case.mode),
+            axes=case.axes(more=mode_of(case.model_dump())),
             estimate_bytes=needed,
             skip_reason=does_not_fit(together, self, machine, "shorten seq_len, lower batch or turn checkpointing on"),
         )

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic import Field
 
 from jobs.measure.call import ModelCase
-from jobs.schema.axes import Coordinate
-from jobs.schema.training_plan import TrainingPlan, mode_of
-from jobs.training.checkpoints.report import CheckpointSpec
+from jobs.schema.training_plan import TrainingPlan
+from jobs.specs.fields import Count
+from jobs.specs.spec import Strict
 from jobs.training.data.spec import DataSpec
 from jobs.training.optimizer import OptimizerSpec
 from jobs.training.soak import SoakPlan
@@ -36,6 +37,15 @@ class Layout:
     bucket_mb: float | None = None
 
 
+class CheckpointSpec(Strict):
+    """Checkpoints in the artifact store, from which any later attempt of the point goes on."""
+
+    every: Count = Field(description="steps between two checkpoints; the last step has one, too")
+    keep_last: Count = Field(default=2, description="newest checkpoints that are kept")
+    keep_best: bool | Count = Field(default=False, description="those of the lowest held-out loss, besides; true: 1")
+    asynchronous: bool = Field(default=False, description="copy the state to the host's memory and write it meanwhile")
+
+
 class TrainingCase(ModelCase):
     """A training by `jobs.training.loop`, of float32 weights; a `dtype` of bfloat16 means autocast.
 
@@ -57,10 +67,6 @@ class TrainingCase(ModelCase):
     @property
     def last_step(self) -> int:
         return self.steps if self.soak is None else ENDLESS
-
-    @property
-    def mode(self) -> dict[str, Coordinate]:
-        return mode_of(self.model_dump())
 
     def estimate(self) -> int | None:
         """Predicted peak memory of one rank [bytes]; None without a prediction: compiled training, sharded weights."""

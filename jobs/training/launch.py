@@ -34,7 +34,7 @@ from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Surroundings, reporter
 from jobs.training.case import TextCase
 from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
-from jobs.training.data.base import DataError
+from jobs.training.data.corpus import DataError
 from jobs.training.errors import Diverged, Ineffective, MemoryLimit, RankDied, RankFailed, Stopped, Suspended
 from jobs.training.live import RANK_COMPUTE_TIME
 from jobs.training.metrics import RANK_IMBALANCE
@@ -88,10 +88,12 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
             failure = watch.failure(err)  # raised out here, with its own cause
         else:
             hosts = [each.environment["host"] for each in reports]
-            return [each.with_training(launcher=launcher.name, hosts=hosts, restarts=restarts) for each in reports]
+            for each in reports:
+                each.environment["training"] |= {"launcher": launcher.name, "hosts": hosts, "restarts": restarts}
+            return reports
         of_memory = isinstance(failure.__cause__, MemoryError)  # it would run out again
         if stop.is_set() and isinstance(failure, RankFailed) and not of_memory:
-            raise watch.interruption(failure)
+            raise _stopped(failure, _saved_step(there), watch.begun)
         if restarts == case.restarts or of_memory or not isinstance(failure, RankDied):
             raise failure
         restarts += 1
@@ -105,14 +107,26 @@ def _saved_step(there: Surroundings) -> int | None:
     """Step of the checkpoint that the training goes on from; None if none can be found, or it begins anew."""
     with contextlib.suppress(CheckpointError):
         newest = CheckpointFolder(there.checkpoints).complete()[:1] if there.checkpoints is not None else []
-        return next((each.step for each in newest if each.is_gone_on_from(there.key)), None)
+        return next((manifest.step for manifest in newest if manifest.goes_on(there.key)), None)
     return None
+
+
+def _stopped(failure: RankFailed, saved_step: int | None, begun: bool) -> Stopped:
+    """The exception in place of `failure` where the ranks had been asked to end."""
+    why = f"; {str(failure).splitlines()[0]}" if begun else " before its ranks had begun"
+    text = f"SIGTERM ended the training{why}"
+    if saved_step is not None:
+        return Suspended.at(saved_step, text)
+    if not begun:
+        return Suspended(f"{text}: nsa submit SPEC --resume RUN")
+    return Stopped(f"{text}; it has no checkpoint to go on from")
 
 
 class RankWatch:
     """Takes the ranks' messages: passes on samples, imbalance and the slowest one's progress, remembers failures."""
 
     def __init__(self, ranks: int, beat: Beat) -> None:
+        self.begun = False  # whether a rank has made progress
         self._ranks = ranks
         self._report = reporter(beat)
         self._compute_ms: dict[int, deque[float]] = {}  # latest own compute times by rank
@@ -140,19 +154,15 @@ class RankWatch:
                 self._report.warn(text)
             case Note(name=name, text=text):
                 self._report.keep(name, text)
-            case RankBeat():
-                self._pass_on(message)
-
-    def _pass_on(self, beat: RankBeat) -> None:
-        """Pass on the slowest rank's beat, once every rank has made progress: a stalled one is not hidden."""
-        if beat.phase == CHECKPOINT:  # whichever rank writes: the others wait for it
-            self._report(beat.phase, beat.done, beat.total)
-            return
-        self._beats[beat.rank] = beat
-        slowest = min(self._beats.values(), key=lambda each: each.number)
-        if len(self._beats) == self._ranks and slowest.number > self._sent:
-            self._sent = slowest.number
-            self._report(slowest.phase, slowest.done, slowest.total)
+            case RankBeat(phase=phase, done=done, total=total) if phase == CHECKPOINT:
+                self._report(phase, done, total)  # whichever rank writes: the others wait for it
+            case RankBeat(rank=number):  # the slowest one's, once every rank has made progress: no stall is hidden
+                self.begun = True
+                self._beats[number] = message
+                slowest = min(self._beats.values(), key=lambda each: each.number)
+                if len(self._beats) == self._ranks and slowest.number > self._sent:
+                    self._sent = slowest.number
+                    self._report(slowest.phase, slowest.done, slowest.total)
 
     def _compare(self, number: int, step: int, compute_ms: float) -> None:
         """Report the imbalance of the ranks once all have got to another step.
@@ -172,36 +182,20 @@ class RankWatch:
     def failure(self, ended: RanksEnded) -> Exception:
         """The exception for the first failure: of ranks that died without a word, else of the earliest exception."""
         number = next((number for number in ended.died if number not in self._failures), None)
-        if number is not None:
-            of_memory = number in ended.out_of_memory
-            failed: RankFailed = RankDied(f"rank {number} of {self._ranks} {ended.died[number]}{_tail(ended, number)}")
-        elif not self._failures:
+        if number is None and not self._failures:
             return RankFailed(f"the {self._ranks} ranks were stopped before the first of them had begun")
+        if number is not None:
+            kind, of_memory, text = RankDied, number in ended.out_of_memory, f" {ended.died[number]}"
         else:
-            first = next(iter(self._failures.values()))
+            number, first = next(iter(self._failures.items()))
             if first.type in _ENDS:
                 return _ENDS[first.type](first.text)
-            tail, of_memory = _tail(ended, first.rank), first.type in ("OutOfMemoryError", "MemoryError")
-            failed = RankFailed(f"rank {first.rank} of {self._ranks}: {first.type}: {first.text}{tail}")
+            kind, of_memory = RankFailed, first.type in ("OutOfMemoryError", "MemoryError")
+            text = f": {first.type}: {first.text}"
+        lines = ended.tails.get(number, "")
+        failed = kind(f"rank {number} of {self._ranks}{text}" + (f"\nthe end of its stderr:\n{lines}" if lines else ""))
         failed.__cause__ = MemoryError("memory ran out") if of_memory else None
         return failed
-
-    def interruption(self, failure: RankFailed) -> Stopped:
-        """The exception in place of `failure` where the ranks had been asked to end."""
-        begun = bool(self._beats)
-        why = f"; {str(failure).splitlines()[0]}" if begun else " before its ranks had begun"
-        text = f"SIGTERM ended the training{why}"
-        if (step := _saved_step(self._report.surroundings)) is not None:
-            return Suspended.at(step, text)
-        if not begun:
-            return Suspended(f"{text}: nsa submit SPEC --resume RUN")
-        return Stopped(f"{text}; it has no checkpoint to go on from")
-
-
-def _tail(ended: RanksEnded, number: int) -> str:
-    """The end of a rank's stderr, as further lines of a message."""
-    lines = ended.tails.get(number, "")
-    return f"\nthe end of its stderr:\n{lines}" if lines else ""
 
 
 class ElasticLauncher:
@@ -236,7 +230,9 @@ class ElasticLauncher:
                 watch.close()
                 os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # the launcher has set it
             codes = {number: code for number, code in codes.items() if number not in watch.killed}
-            died = {number: _end(codes.get(number)) for number in (*codes, *watch.gone)}
+            died = dict.fromkeys([*codes, *watch.gone], "ended without a word")
+            for number, code in codes.items():
+                died[number] = f"was {describe_exit(code)}" if code < 0 else f"exited with code {code}"
             died |= dict.fromkeys(watch.late, "did not end in time")
             tails = {int(log.parent.name): tail(log, _TAIL) for log in (folder / "logs").glob("**/stderr.log")}
             of_memory = [n for n in died if codes.get(n) == -signal.SIGKILL and n not in watch.late]
@@ -275,8 +271,7 @@ class _Processes(threading.Thread):
         self.killed: set[int] = set()  # these, and those that went on after another had failed
         os.mkfifo(pipe)
         self._inbox = Inbox(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # its own writer: it never reads end of file
-        self._pass_on = note
-        self._stop_asked = stop
+        self._note, self._stop_asked = note, stop
         self._pids: dict[int, int] = {}
         self._working: set[int] = set()  # ranks that have joined the others and are not done
         self._asked: set[int] = set()  # ranks that got SIGTERM
@@ -286,20 +281,24 @@ class _Processes(threading.Thread):
     def run(self) -> None:
         while not self._closing.is_set():
             self._read(_POLL_S)
-            now = time.monotonic()
-            gone = [n for n in self._working - self.killed if n not in self.gone and not _runs(self._pids[n])]
+            now, running = time.monotonic(), [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
+            gone = self._working - self.killed - {*running, *self.gone}
             if gone:
                 self.gone += gone
                 self._failed_at = min(self._failed_at, now)
+            ending: list[int] = []
             if self._stop_asked.is_set():
                 self._asked_at = min(self._asked_at, now)
-                for number in self._pids.keys() - self._asked:  # as soon as its process is known, once
-                    self._asked.add(number)
-                    _send(self._pids[number], signal.SIGTERM)
+                ending = [number for number in running if number not in self._asked]  # once its process is known
+                self._asked.update(ending)
             if now - self._asked_at > _STOP_S:
-                self.late = self.late or [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
-            if now - self._asked_at > _STOP_S or now - self._failed_at > _GRACE_S:
-                self.killed.update(number for number, pid in self._pids.items() if _send(pid, signal.SIGKILL))
+                self.late = self.late or running
+            kill = now - self._asked_at > _STOP_S or now - self._failed_at > _GRACE_S
+            if kill:
+                self.killed.update(running)
+            for number in running if kill else ending:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[number], signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self) -> None:
         """End the thread, read the remaining messages, and close the pipe."""
@@ -318,16 +317,8 @@ class _Processes(threading.Thread):
                     (self._working.add if stage == "joined" else self._working.discard)(number)
                 case RankFailure():
                     self._failed_at = min(self._failed_at, time.monotonic())
-            self._pass_on(message)
+            self._note(message)
         return messages
-
-
-def _send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal to this child, if it still runs. Returns whether it did."""
-    if running := _runs(pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    return running
 
 
 def _runs(pid: int) -> bool:
@@ -336,9 +327,3 @@ def _runs(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:  # reaped by the launcher
         return False
-
-
-def _end(code: int | None) -> str:
-    if code is None:
-        return "ended without a word"
-    return f"was {describe_exit(code)}" if code < 0 else f"exited with code {code}"

@@ -23,6 +23,7 @@ LEARNING_RATE = Quantity("learning_rate", "1", "Learning rate")
 TRAINING_MEMORY = Quantity("training_memory", "MiB", "Memory of the training process", "memory")
 MFU = Quantity("mfu", "%", "Model FLOPs utilisation", "MFU", Better.HIGHER, Role.HEADLINE)
 RANK_COMPUTE_TIME = Quantity("rank_compute_time", "ms", "Own compute time of a step by rank", better=Better.LOWER)
+CHECKPOINT_FAILURES = Quantity("checkpoint_failures", "1", "Checkpoints not saved", better=Better.LOWER)
 SERIES = (GRADIENT_NORM, LEARNING_RATE, TRAINING_MEMORY)
 
 _WINDOW_S = 1.0
@@ -30,22 +31,17 @@ _WINDOW_S = 1.0
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Model FLOPs of a token, and the published peak of each rank's GPU [FLOP/s]."""
+    """Model FLOPs of a token, and the published peak of all ranks' GPUs together [FLOP/s]."""
 
     per_token: float
     peak: float
-    ranks: int
 
-    @classmethod
-    def of(cls, case: TrainingCase, gpu: str) -> ModelFlops | None:
-        """The figures of a training on GPUs of this name; None where no peak is known."""
-        if gpu not in BF16_PEAKS or case.dtype != "bfloat16":
-            return None
-        return cls(training_flops_per_token(case.model, case.seq_len), BF16_PEAKS[gpu], case.layout.ranks)
 
-    def utilization(self, throughput: float) -> float:
-        """Share of the peak of all ranks' GPUs [%] at a throughput of all ranks [tok/s]."""
-        return 100 * throughput * self.per_token / (self.peak * self.ranks)
+def model_flops(case: TrainingCase, gpu: str) -> ModelFlops | None:
+    """The figures of a training on GPUs of this name; None where no peak is known."""
+    if gpu not in BF16_PEAKS or case.dtype != "bfloat16":
+        return None
+    return ModelFlops(training_flops_per_token(case.model, case.seq_len), BF16_PEAKS[gpu] * case.layout.ranks)
 
 
 class LiveTraining:
@@ -78,24 +74,16 @@ class LiveTraining:
             values[RANK_COMPUTE_TIME.name] = fmean(ms for _, ms in self._compute_ms)
         if self._rank == 0:
             values |= {LOSS.name: loss, GRADIENT_NORM.name: gradient_norm, LEARNING_RATE.name: learning_rate}
-            values[THROUGHPUT.name] = throughput = self._throughput(clock, step)
+            if not self._steps:
+                self._steps.append((self._begun, step - 1))  # a resumed training begins at any step
+            self._steps.append((clock, step))
+            while len(self._steps) > 2 and clock - self._steps[1][0] >= _WINDOW_S:
+                self._steps.popleft()
+            since, before = self._steps[0]
+            values[THROUGHPUT.name] = throughput = (step - before) * self._tokens / max(clock - since, 1e-9)
             if self._flops is not None:
-                values[MFU.name] = self._flops.utilization(throughput)
+                values[MFU.name] = 100 * throughput * self._flops.per_token / self._flops.peak
         self._report.sample(step, values, self._rank)
-
-    def _throughput(self, clock: float, step: int) -> float:
-        """Tokens a second of the steps that ended within the last second, at least of the last one."""
-        if not self._steps:
-            self._steps.append((self._begun, step - 1))  # a resumed training begins at any step
-        self._steps.append((clock, step))
-        while len(self._steps) > 2 and clock - self._steps[1][0] >= _WINDOW_S:
-            self._steps.popleft()
-        since, before = self._steps[0]
-        return (step - before) * self._tokens / max(clock - since, 1e-9)
-
-    def heldout(self, step: int, loss: float) -> None:
-        if self._rank == 0:
-            self._report.sample(step, {HELDOUT_LOSS.name: loss})
 
 
 def memory_mib(device: torch.device) -> float:

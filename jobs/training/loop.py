@@ -6,12 +6,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from jobs.diagnosis.rank_state import Notes
@@ -20,25 +21,22 @@ from jobs.hardware.telemetry import Telemetry
 from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
 from jobs.process.reporter import CHECKPOINT
-from jobs.schema.point import Beat
+from jobs.schema.point import Beat, reporter
 from jobs.training.case import TrainingCase
 from jobs.training.checkpoints.folder import CheckpointError
-from jobs.training.data.base import Corpus
+from jobs.training.data.corpus import Corpus
 from jobs.training.errors import Diverged, Stopped, Suspended
-from jobs.training.live import LiveTraining, ModelFlops
+from jobs.training.live import HELDOUT_LOSS, LiveTraining, model_flops
 from jobs.training.optimizer import learning_rate, new_optimizer
-from jobs.training.parallel import ParallelModel, clip_gradients, local
+from jobs.training.parallel import ParallelModel, local, mark
 from jobs.training.probe import probe
 from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, TrainingState, is_steady
-from nsa_core.loss import IGNORED
 from nsa_core.model import NSATransformer
 from nsa_core.routes import route_of
 
 if TYPE_CHECKING:
     from jobs.training.checkpoints.saving import Checkpoints
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,26 +63,21 @@ class Trainer:
         watch: SoakWatch | None = None,
         notes: Notes | None = None,
     ) -> None:
-        self.case = case
-        self.device = device
-        self.rank = rank
-        self.corpus = corpus
+        self.case, self.corpus, self.device, self.rank = case, corpus, device, rank
         self.route: dict[str, str] = {}
         self.energy = EnergyMeter.of(device)  # of the steady steps, in tokens of all ranks
         self.gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._watch = watch
-        self._notes = notes
+        self._watch, self._notes = watch, notes
         self._stop = threading.Event()
         self._asked = False  # whether a rank was asked to stop
+        self._ending = False  # that, or the time of a soak's piece is over: this process ends with the present step
         self._measuring = False  # whether the telemetry has been started
         torch.manual_seed(case.seed)
         self.model = model = NSATransformer(case.model).to(device).train()
         if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
-        how = {"compiled": case.compile, "cuda_graphs": case.cuda_graphs}
-        self._parallel = ParallelModel(model, case.layout, device, **how)
-        batches = corpus.batches(case.batch, case.seq_len, case.seed)
-        self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), batches)
+        self._parallel = ParallelModel(model, case.layout, device, compiled=case.compile, cuda_graphs=case.cuda_graphs)
+        self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), corpus.batches)
 
     @property
     def resident(self) -> int:
@@ -92,13 +85,13 @@ class Trainer:
         state = [t for s in self.state.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         return self._parallel.resident + tensor_bytes([local(t) for t in state])
 
+    @property
+    def complete(self) -> bool:
+        """Whether the whole training is done: its steps, or a soak's time."""
+        return self.state.step >= self.case.last_step if self._watch is None else self._watch.history.done
+
     def run(
-        self,
-        heldout_batches: int,
-        beat: Beat,
-        stop: threading.Event,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
+        self, beat: Beat, stop: threading.Event, telemetry: Telemetry, checkpoints: Checkpoints | None = None
     ) -> Run:
         """Train all steps, or those that a checkpoint lacks; measure the held-out loss before and after them.
 
@@ -112,41 +105,44 @@ class Trainer:
             MemoryLimit: this rank of a soak holds more memory than its plan allows.
             CheckpointError: the checkpoints of earlier attempts cannot be read, or a soak's piece could save none.
         """
-        self._stop, case, watch = stop, self.case, self._watch
-        heldout = self.corpus.heldout_batches(case.batch, case.seq_len, heldout_batches)
+        self._stop, case, corpus, watch, state = stop, self.case, self.corpus, self._watch, self.state
         run, saved_route = Run(soak=None if watch is None else watch.history), None
         if checkpoints is not None:
             beat(CHECKPOINT)
-            saved_route = checkpoints.load(self.state, run)
+            saved_route = checkpoints.load(state, run)
         if saved_route is None:
-            run.before = self._heldout_loss(heldout, beat)
+            run.before = self._heldout_loss(corpus.heldout, beat)
         if watch is not None:
             watch.begin(len(run.begun) - 1)
-        live = LiveTraining(beat, case.tokens, self.device, self.rank, ModelFlops.of(case, self.gpu))
-        begun = self.state.step
-        while not (self._complete() or self._ending()):
-            until = case.last_step if checkpoints is None else checkpoints.next_stop(self.state.step)
+        live = LiveTraining(beat, case.tokens, self.device, self.rank, model_flops(case, self.gpu))
+        begun = state.step
+        while not (self.complete or self._ending):
+            until = case.last_step
+            if checkpoints is not None:
+                until = min(until, (state.step // checkpoints.spec.every + 1) * checkpoints.spec.every)
             self._train(until, run, live, beat, telemetry)
-            if checkpoints is not None and not self._complete():
+            if checkpoints is not None and not self.complete:
                 if watch is not None:
                     watch.note_checkpoint()
                 with telemetry.paused():
-                    loss = self._heldout_loss(heldout, beat) if checkpoints.spec.keep_best and not self._asked else None
-                    self._save(checkpoints, run, live, loss)
-        if self._asked and not self._complete():
+                    measured = checkpoints.spec.keep_best and not self._asked
+                    heldout = self._heldout_loss(corpus.heldout, beat) if measured else None
+                    self._save(checkpoints, run, beat, heldout)
+        if self._asked and not self.complete:
             raise self._stopped(checkpoints)
         telemetry.stop()
-        if begun < self.state.step:
+        if begun < state.step:
             self._parallel.check_effective()
-        if self._complete():
-            run.after = self._heldout_loss(heldout, beat)
+        if self.complete:
+            run.after = self._heldout_loss(corpus.heldout, beat)
             if case.probe:
-                run.probe = probe(lambda parts: self._heldout_loss(parts, beat), heldout, case.model.vocab_size)
-            if checkpoints is not None and begun < self.state.step:
-                self._save(checkpoints, run, live, run.after)
+                vocabulary = case.model.vocab_size
+                run.probe = probe(lambda parts: self._heldout_loss(parts, beat), corpus.heldout, vocabulary)
+            if checkpoints is not None and begun < state.step:
+                self._save(checkpoints, run, beat, run.after)
         if checkpoints is not None:
             checkpoints.close()
-            if not self._complete() and (checkpoints.latest or 0) <= begun:
+            if not self.complete and (checkpoints.latest or 0) <= begun:
                 raise CheckpointError(
                     f"checkpoints: none could be saved after step {begun}, and the soak's next process would get no "
                     "further; mend the artifact store"
@@ -154,20 +150,32 @@ class Trainer:
         self.route = self.route or dict(saved_route or {})
         return run
 
-    def _complete(self) -> bool:
-        """Whether the whole training is done: its steps, or a soak's time."""
-        return self.state.step >= self.case.last_step if self._watch is None else self._watch.history.done
-
-    def _ending(self) -> bool:
-        """Whether this process ends with the present step: it was asked to, or the time of its piece is over."""
-        return self._asked or (self._watch is not None and self._watch.over)
-
     def _train(self, until: int, run: Run, live: LiveTraining, beat: Beat, telemetry: Telemetry) -> None:
         """Train up to step `until`, or to the step at which this process ends."""
-        case, ended, metered = self.case, time.perf_counter(), 0
-        # Start the next step before waiting for a loss, so that a GPU is never idle.
-        ahead = 1 if self.device.type == "cuda" else 0
-        for number, step in enumerate(in_order(self._steps(until, beat), ahead), self.state.step + 1):
+        case, watch, state = self.case, self._watch, self.state
+        ahead = 1 if self.device.type == "cuda" else 0  # steps started before a loss is waited for: no GPU is idle
+        under_way: deque[Callable[[], Step]] = deque()
+        number, ended, metered = state.step, time.perf_counter(), 0
+        while True:
+            starting = state.step < until and not self._ending
+            if starting:
+                if watch is None:
+                    beat("train", state.step, case.last_step)
+                else:
+                    beat("train [s]", int(watch.history.elapsed_s), int(60 * watch.plan.minutes))
+                for group in state.optimizer.param_groups:
+                    group["lr"] = learning_rate(case.optimizer, state.step, case.steps)
+                if self.route:
+                    under_way.append(self._start())
+                else:  # a compiled model notes its route while it is traced
+                    self.route = route_of(lambda: under_way.append(self._start()))
+                state.step += 1
+            if starting and len(under_way) <= ahead:
+                continue
+            if not under_way:
+                break
+            step = under_way.popleft()()
+            number += 1
             before, ended = ended, time.perf_counter()
             steady = is_steady(number - 1, case.steps, run.begun)
             if steady and not self._measuring:
@@ -176,37 +184,21 @@ class Trainer:
             metered += self.energy.running
             if steady and not self.energy.running:
                 self.energy.start()
-            _check_finite(step.loss, f"at step {number}")
+            if not math.isfinite(step.loss):
+                raise Diverged(f"loss {step.loss} at step {number}; lower optimizer.learning_rate")
             rate = learning_rate(case.optimizer, number - 1, case.steps)
             live.step(number, step.loss, step.norm, rate, step.compute_ms)
             if self._notes is not None and number == run.begun[-1] + 1:
                 self._notes.first_step(number, self.route)
             self._asked = self._asked or step.stop
-            if self._watch is not None:
-                self._watch.add(number, step.loss, ended - before, step.elapsed_s, step.compute_ms)
-                continue
-            run.losses.append(step.loss)
-            run.seconds.append(ended - before)
-            run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
-        self.energy.stop(metered * case.tokens)
-
-    def _steps(self, until: int, beat: Beat) -> Iterator[Callable[[], Step]]:
-        """Start one step after another; yields functions that wait for its results."""
-        first: list[Callable[[], Step]] = []
-        while self.state.step < until and not self._ending():
-            done = self.state.step
-            if self._watch is None:
-                beat("train", done, self.case.last_step)
+            if watch is None:
+                run.losses.append(step.loss)
+                run.seconds.append(ended - before)
+                run.compute_ms += [] if step.compute_ms is None else [step.compute_ms]
             else:
-                beat("train [s]", int(self._watch.history.elapsed_s), int(60 * self._watch.plan.minutes))
-            for group in self.state.optimizer.param_groups:
-                group["lr"] = learning_rate(self.case.optimizer, done, self.case.steps)
-            if self.route:
-                yield self._start()
-            else:  # a compiled model notes its route while it is traced
-                self.route = route_of(lambda: first.append(self._start()))
-                yield first.pop()
-            self.state.step += 1
+                watch.add(number, step.loss, ended - before, step.elapsed_s, step.compute_ms)
+            self._ending = self._asked or (watch is not None and watch.over)
+        self.energy.stop(metered * case.tokens)
 
     def _stopped(self, checkpoints: Checkpoints | None) -> Stopped:
         """The exception of a training that was asked to end."""
@@ -220,14 +212,14 @@ class Trainer:
             return Stopped(f"{text}; it has no checkpoint to go on from")
         return Suspended.at(checkpoints.latest, text)
 
-    def _save(self, checkpoints: Checkpoints, run: Run, live: LiveTraining, heldout: float | None) -> None:
+    def _save(self, checkpoints: Checkpoints, run: Run, beat: Beat, heldout: float | None) -> None:
         """Save a checkpoint. Raises Diverged instead if the weights are no numbers."""
         weights = [local(weight) for weight in self.model.parameters()]
         bad = torch.stack([~weight.isfinite().all() for weight in weights]).any().float()
-        if self._parallel.averaging(bad)().item() > 0:
+        if self._parallel.averaged(bad).item() > 0:
             raise Diverged(f"weights are not finite after step {self.state.step}; lower optimizer.learning_rate")
-        if heldout is not None:
-            live.heldout(self.state.step, heldout)
+        if heldout is not None and self.rank == 0:
+            reporter(beat).sample(self.state.step, {HELDOUT_LOSS.name: heldout})
         checkpoints.save(self.state, run, self.route, heldout)
 
     def step(self) -> float:
@@ -238,31 +230,45 @@ class Trainer:
 
     def _start(self) -> Callable[[], Step]:
         """Start one optimizer step without waiting for a GPU; returns a function that waits for its results."""
-        self._parallel.clock.begin()
+        parallel, optimizer, cuda = self._parallel, self.state.optimizer, self.device.type == "cuda"
+        parallel.marks[:] = [mark(self.device)]
         batch = next(self.state.batches)
         parts = self._parts(*batch)
         losses = []
         for number, (tokens, targets) in enumerate(parts, 1):
-            with self._parallel.gathering(last=number == len(parts)):
+            with parallel.gathering(last=number == len(parts)):
                 with self.precision():
-                    loss = self._parallel.loss_of(tokens, targets)
+                    loss = parallel.loss_of(tokens, targets)
                 (loss / len(parts) if len(parts) > 1 else loss).backward()
             losses.append(loss.detach())
-        lap = self._parallel.clock.lap()
+        begun, *ready = parallel.marks
         # Means over the ranks, which agree so on the loss, whether to stop, and a soak's time.
-        numbers = [(torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()]
+        means = [(torch.stack(losses).mean() if len(losses) > 1 else losses[0]).float()]
         host = [float(self._stop.is_set())] + ([] if self._watch is None else [self._watch.history.elapsed_s])
-        numbers += [torch.full_like(numbers[0], number) for number in host]
-        averaged = self._parallel.averaging(torch.stack(numbers))  # on its way while the weights change
-        norm = clip_gradients(self.model, self.case.optimizer.grad_clip)
-        self.state.optimizer.step()
-        self.state.optimizer.zero_grad(set_to_none=True)
-        results = _copy_to_host(torch.cat((averaged(), norm.detach().float().view(1))))
-        tokens_a_byte = self._tokens_a_byte(batch[1])
+        means = torch.stack([*means, *(torch.full_like(means[0], number) for number in host)])
+        ranks = self.case.layout.ranks
+        summed = dist.all_reduce(means, async_op=True) if ranks > 1 else None  # on its way while the weights change
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.optimizer.grad_clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded gradients
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if summed is not None:
+            summed.wait()
+        results, copied = torch.cat((means.div_(ranks), norm.detach().float().view(1))), None
+        if cuda:
+            results = torch.empty_like(results, device="cpu", pin_memory=True).copy_(results, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        tokens_a_byte = self.corpus.tokens_a_byte(batch[1])
 
         def wait() -> Step:
-            loss, asked, *elapsed, norm = results()
-            return Step(loss * tokens_a_byte, norm, asked > 0, lap(), *elapsed)
+            if copied is not None:
+                copied.synchronize()
+            loss, asked, *elapsed, norm = results.tolist()
+            compute_ms = None
+            if ready:
+                compute_ms = begun.elapsed_time(ready[0]) if cuda else 1000 * (ready[0] - begun)
+            return Step(loss * tokens_a_byte, norm, asked > 0, compute_ms, *elapsed)
 
         return wait
 
@@ -287,45 +293,11 @@ class Trainer:
                 with self.precision():
                     total += self.model(tokens, targets).item() / len(parts)
         self.model.train()
-        total = self._parallel.averaging(torch.tensor(total, dtype=torch.float64, device=self.device))().item()
-        _check_finite(total, "on held-out text")
-        return total / len(batches) * self._tokens_a_byte(torch.stack([targets for _, targets in batches]))
-
-    def _tokens_a_byte(self, targets: Tensor) -> float:
-        """Factor from a mean over targets, of all ranks, to one over the bytes of their text: 1 for bytes."""
-        counted = targets[targets != IGNORED]
-        return len(counted) / self.corpus.text_bytes(counted)
+        total = self._parallel.averaged(torch.tensor(total, dtype=torch.float64, device=self.device)).item()
+        if not math.isfinite(total):
+            raise Diverged(f"loss {total} on held-out text; lower optimizer.learning_rate")
+        return total / len(batches) * self.corpus.tokens_a_byte(torch.stack([targets for _, targets in batches]))
 
     def precision(self) -> AbstractContextManager[object]:
         """Context of the model's passes: autocast, if the configuration asks for it."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.case.dtype == "bfloat16" else nullcontext()
-
-
-def in_order(started: Iterable[Callable[[], T]], ahead: int) -> Iterator[T]:
-    """Results in order; `ahead` more calls are started before one is waited for."""
-    under_way: deque[Callable[[], T]] = deque()
-    for wait in started:
-        under_way.append(wait)
-        if len(under_way) > ahead:
-            yield under_way.popleft()()
-    yield from (wait() for wait in under_way)
-
-
-def _copy_to_host(x: Tensor) -> Callable[[], list[float]]:
-    """Queue a copy of a few numbers to the host; returns a function that waits for this copy alone."""
-    if not x.is_cuda:
-        return x.tolist
-    numbers = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> list[float]:
-        copied.synchronize()
-        return numbers.tolist()
-
-    return wait
-
-
-def _check_finite(loss: float, where: str) -> None:
-    if not math.isfinite(loss):
-        raise Diverged(f"loss {loss} {where}; lower optimizer.learning_rate")

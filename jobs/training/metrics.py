@@ -24,18 +24,10 @@ from jobs.schema.quantities import (
     Role,
 )
 from jobs.training.case import TextCase
-from jobs.training.checkpoints.report import (
-    CHECKPOINT_FAILURES,
-    CHECKPOINT_SIZE,
-    CHECKPOINT_TIME,
-    CHECKPOINT_WAIT,
-    CHECKPOINTS,
-    RESUMED_STEP,
-)
-from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, ModelFlops
+from jobs.training.live import CHECKPOINT_FAILURES, HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, model_flops
 from jobs.training.probe import NEAR
 from jobs.training.rank import RankReport
-from jobs.training.state import RESUME_WARM_UP, Run, first_steady, steady_steps
+from jobs.training.state import RESUME_WARM_UP, first_steady
 
 HELDOUT_LOSS_BEFORE = Quantity("heldout_loss_before", "nat/byte", "Held-out loss before training")
 LATE_LOSS = Quantity("late_loss", "nat/byte", "Held-out loss late in the context", better=Better.LOWER)
@@ -46,6 +38,11 @@ RANK_UTILIZATION = Quantity(
 )
 RANK_IMBALANCE = Quantity("rank_imbalance", "%", "Imbalance of the ranks", "imbalance", Better.LOWER, Role.HEADLINE)
 RANK_STEP_TIME = Quantity("rank_step_time", "ms", "Step time by rank", better=Better.LOWER)
+CHECKPOINT_WAIT = Quantity("checkpoint_wait", "ms", "Training waits for a checkpoint", better=Better.LOWER)
+CHECKPOINT_TIME = Quantity("checkpoint_time", "ms", "Time until a checkpoint is complete", better=Better.LOWER)
+CHECKPOINT_SIZE = Quantity("checkpoint_size", "MiB", "Size of a checkpoint", better=Better.LOWER)
+RESUMED_STEP = Quantity("resumed_step", "1", "Step that training was last resumed from")
+CHECKPOINTS = (CHECKPOINT_WAIT, CHECKPOINT_TIME, CHECKPOINT_SIZE, CHECKPOINT_FAILURES, RESUMED_STEP)
 QUANTITIES = (
     *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
     *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
@@ -61,14 +58,25 @@ def measurement(case: TextCase, reports: Sequence[RankReport]) -> Measurement:
     the oracle are those of the worst rank.
     """
     first, worst = reports[0], max(reports, key=lambda report: report.peak.allocated)
-    run = first.run
+    run, steady = first.run, first.run.steady_steps()
     last = max(1, len(run.losses) // 10)
     method = f"mean of the last {last} steps; samples: all steps{per_byte(case)}"
     if case.data.tokenized:
         method += f"; in epoch {first.environment['training']['corpus']['epochs']} of the documents"
+    parts = [f"the first {first_steady(len(run.seconds))}"]
+    parts += [f"{run.foreign} of other code"] if run.foreign else []
+    parts += [f"{RESUME_WARM_UP} after each resume"] if len(run.begun) > 1 else []
+    left_out = f"{' and '.join(parts)} left out"
+    rows = []
+    for report in reports:
+        own = report.run.compute_ms
+        compute = [own[step] for step in steady if step < len(own) and isfinite(own[step])]
+        step_ms = 1000 * median(report.run.seconds[step] for step in steady)
+        busy = None if report.utilization is None else fmean(report.utilization.samples)
+        rows.append((step_ms, fmean(compute) if compute else None, busy))
     metrics = [
-        *speed(case, first, [run.seconds[step] for step in steady_steps(run)], _left_out(run)),
-        *_ranks(reports),
+        *speed(case, first, [run.seconds[step] for step in steady], left_out),
+        *compared(rows, f"steps, {left_out}", "the steady steps", "steady steps"),
         Metric.of(LOSS, sum(run.losses[-last:]) / last, tuple(run.losses), method),
         *common_metrics(case, reports, worst),
     ]
@@ -94,8 +102,19 @@ def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankRep
     if expected is not None:
         error = 100 * (expected - peak.allocated) / peak.allocated
         metrics.append(Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_memory"))
+    if (history := reports[0].checkpoints) is not None:  # of the last attempt
+        costs = (
+            (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
+            (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
+            (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
+        )
+        metrics.append(Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt"))
+        metrics += [summarize(quantity, values, method) for quantity, values, method in costs if values]
+        if resumes := run.begun[1:]:
+            method = f"of {len(resumes)} resumes"
+            metrics.append(Metric.of(RESUMED_STEP, resumes[-1], tuple(map(float, resumes)), method))
     agreement = max((report.agreement for report in reports), key=lambda found: found.error / found.bound)
-    return [*metrics, *_checkpoint_costs(reports[0]), *agreement.metrics()]
+    return [*metrics, *agreement.metrics()]
 
 
 def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out: str) -> list[Metric]:
@@ -106,10 +125,9 @@ def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out:
     method = f"from the end of one step to that of the next, data and optimizer included, {left_out}"
     throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
     metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
-    if (flops := ModelFlops.of(case, report.gpu)) is not None:
-        gpus = f" on each of {flops.ranks} GPUs" if flops.ranks > 1 else ""
-        words = f"{flops.per_token:.4g} FLOPs a token, {flops.peak:.4g} a second{gpus}"
-        metrics.append(Metric.of(MFU, flops.utilization(throughput.value), method=words))
+    if (flops := model_flops(case, report.gpu)) is not None:
+        words = f"{flops.per_token:.4g} FLOPs a token; the peak of all GPUs is {flops.peak:.4g} a second"
+        metrics.append(Metric.of(MFU, 100 * throughput.value * flops.per_token / flops.peak, method=words))
     if (plan := case.plan) is not None:
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
         hours = plan.hours_at(throughput.value)
@@ -127,19 +145,6 @@ def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
     method = f"NVML's energy counter of all ranks' cards over {seconds:.3g} s of steady steps, of this attempt"
     shares = tuple(energy.joules / energy.work for energy in told)
     return [Metric.of(ENERGY, sum(shares), shares, f"{method}; samples: ranks")]
-
-
-def _ranks(reports: Sequence[RankReport]) -> list[Metric]:
-    """Comparison of several ranks."""
-    run, rows = reports[0].run, []
-    chosen = steady_steps(run)
-    for report in reports:
-        own = report.run.compute_ms
-        compute = [own[step] for step in chosen if step < len(own) and isfinite(own[step])]
-        step_ms = 1000 * median(report.run.seconds[step] for step in chosen)
-        busy = None if report.utilization is None else fmean(report.utilization.samples)
-        rows.append((step_ms, fmean(compute) if compute else None, busy))
-    return compared(rows, f"steps, {_left_out(run)}", "the steady steps", "steady steps")
 
 
 def compared(
@@ -167,33 +172,6 @@ def compared(
         method = f"NVML utilisation of each rank's GPU in {of_looks}, checkpoints left out; value: the least busy's"
         metrics.append(Metric.of(RANK_UTILIZATION, min(shares), shares, method))
     return metrics
-
-
-def _left_out(run: Run) -> str:
-    """The steps that count neither for times nor for throughput, in words."""
-    parts = [f"the first {first_steady(len(run.seconds))}"]
-    parts += [f"{run.foreign} of other code"] if run.foreign else []
-    parts += [f"{RESUME_WARM_UP} after each resume"] if len(run.begun) > 1 else []
-    return f"{' and '.join(parts)} left out"
-
-
-def _checkpoint_costs(report: RankReport) -> list[Metric]:
-    """Costs of the checkpoints that the last attempt saved, its failures, and the step that it went on from."""
-    if (history := report.checkpoints) is None:
-        return []
-    metrics = [
-        summarize(quantity, values, method)
-        for quantity, values, method in (
-            (CHECKPOINT_WAIT, history.waits_ms, "the training stands still; one checkpoint a sample"),
-            (CHECKPOINT_TIME, history.times_ms, "from its begin until its manifest is written"),
-            (CHECKPOINT_SIZE, [size / 2**20 for size in history.sizes], "all files"),
-        )
-        if values
-    ]
-    if resumes := report.run.begun[1:]:
-        method = f"of {len(resumes)} resumes"
-        metrics.append(Metric.of(RESUMED_STEP, resumes[-1], tuple(map(float, resumes)), method))
-    return [Metric.of(CHECKPOINT_FAILURES, len(history.failures), method="of the last attempt"), *metrics]
 
 
 def per_byte(case: TextCase) -> str:

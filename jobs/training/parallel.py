@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
@@ -36,58 +36,74 @@ class ParallelModel:
     Attributes:
         loss_of: the training pass: tokens and targets to the loss of this rank. A compiled one is cut, so that sums of
             gradients overlap the backward pass: by PyTorch's DDPOptimizer at each of DDP's buckets, by Replica once.
+        marks: when the step began, by whoever begins it, and when its last gradients were ready to be summed: never on
+            one rank and under FSDP2.
     """
 
     def __init__(
         self, model: NSATransformer, layout: Layout, device: torch.device, *, compiled: bool, cuda_graphs: bool = False
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.clock = ComputeClock(device)
+        self.model, self.layout = model, layout
+        self.marks: list[Any] = []
         self._device, self._cuda_graphs = device, cuda_graphs
         self._ddp: DistributedDataParallel | None = None
         self._replica: Replica | None = None
         self._sharded: Any = None  # the model under FSDP2
-        if layout.ranks > 1 and layout.parallel == "fsdp":
-            self._shard(device, compiled)
-            self.loss_of: Callable[..., Tensor] = model
-            return
         options = _OPTIONS | ({"triton.cudagraphs": True} if cuda_graphs else {})
 
         def compile_if_asked(part: Any) -> Any:
             return torch.compile(part, fullgraph=True, dynamic=False, options=options) if compiled else part
 
-        if layout.ranks > 1 and layout.parallel == "replicate":
-            self._replica = self.loss_of = Replica(model, layout.ranks, self.clock, compile_if_asked)
-            return
-        self.loss_of = compile_if_asked(model)
-        if layout.ranks > 1:
+        if layout.ranks == 1:
+            self.loss_of: Callable[..., Tensor] = compile_if_asked(model)
+        elif layout.parallel == "fsdp":
+            self._shard(compiled)
+            self.loss_of = model
+        elif layout.parallel == "replicate":
+            self._replica = self.loss_of = Replica(model, layout.ranks, self._mark_ready, compile_if_asked)
+        else:
             self._ddp = self.loss_of = DistributedDataParallel(
-                self.loss_of,
+                compile_if_asked(model),
                 device_ids=[device.index] if device.type == "cuda" else None,
                 bucket_cap_mb=layout.bucket_mb,
                 gradient_as_bucket_view=True,
             )
             self._ddp.register_comm_hook(dist.group.WORLD, self._sum_bucket)
 
+    def _shard(self, compiled: bool) -> None:
+        """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second of the processor to import
+
+        mesh = init_device_mesh(self._device.type, (self.layout.ranks,))
+        compressed = self.layout.gradient_compression == "bf16"
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if compressed else None, cast_forward_inputs=False)
+        for block in self.model.blocks:
+            if compiled:  # gathering a block's weights is outside of its graph
+                block.compile(fullgraph=True, dynamic=False, options=_OPTIONS)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
     # A hook of DDP, which refuses annotations that are texts.
     def _sum_bucket(self, state, bucket):
         if bucket.is_last():
-            self.clock.gradients_ready()
+            self._mark_ready()
         if self.layout.gradient_compression == "bf16":
             return default_hooks.bf16_compress_hook(state, bucket)
-        if not _nccl():  # gloo cannot average
+        if dist.get_backend() != "nccl":  # gloo cannot average
             return default_hooks.allreduce_hook(state, bucket)
         # NCCL averages on the way; PyTorch's hook divides the gradients in a pass of its own before.
         work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
+    def _mark_ready(self) -> None:
+        self.marks[1:] = [mark(self._device)]
+
     @property
     def resident(self) -> int:
         """Bytes of this rank's weights and of DDP's gradient buckets, which stay between steps."""
-        weights = tensor_bytes([local(t) for t in (*self.model.parameters(), *self.model.buffers())])
+        weights = [*self.model.parameters(), *self.model.buffers()]
         buckets = tensor_bytes(list(self.model.parameters())) if self._ddp is not None else 0
-        return weights + buckets
+        return tensor_bytes([local(tensor) for tensor in weights]) + buckets
 
     def check_effective(self) -> None:
         """Raise Ineffective if the model that was trained did not do what was asked for."""
@@ -106,30 +122,11 @@ class ParallelModel:
             self._sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def averaging(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start a mean over the ranks; returns a function that gives the same bits to all. A GPU goes on meanwhile."""
-        if self.layout.ranks == 1:
-            return lambda: values
-        work: Any = dist.all_reduce(values, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return values.div_(self.layout.ranks)
-
-        return wait
-
-    def _shard(self, device: torch.device, compiled: bool) -> None:
-        """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second of the processor to import
-
-        mesh = init_device_mesh(device.type, (self.layout.ranks,))
-        compressed = self.layout.gradient_compression == "bf16"
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if compressed else None, cast_forward_inputs=False)
-        for block in self.model.blocks:
-            if compiled:  # gathering a block's weights is outside of its graph
-                block.compile(fullgraph=True, dynamic=False, options=_OPTIONS)
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+    def averaged(self, values: Tensor) -> Tensor:
+        """Mean over the ranks, in place; all get the same bits."""
+        if self.layout.ranks > 1:
+            dist.all_reduce(values)
+        return values.div_(self.layout.ranks)
 
 
 class Replica:
@@ -140,11 +137,16 @@ class Replica:
     while the first blocks' are computed. The weights are the first rank's from the start.
 
     Args:
+        ready: called when the last gradients are ready to be averaged.
         compiled: compiles a part of the pass, or gives it back as it is.
     """
 
     def __init__(
-        self, model: NSATransformer, ranks: int, clock: ComputeClock, compiled: Callable[[Any], Callable[..., Tensor]]
+        self,
+        model: NSATransformer,
+        ranks: int,
+        ready: Callable[[], None],
+        compiled: Callable[[Any], Callable[..., Tensor]],
     ) -> None:
         depth = max(1, len(model.blocks) // _SHARE)
         self._lower = compiled(lambda tokens: model.lower(tokens, depth))
@@ -152,7 +154,8 @@ class Replica:
         lower = {id(weight) for part in (model.embedding, *model.blocks[:depth]) for weight in part.parameters()}
         self._first = [weight for weight in model.parameters() if id(weight) in lower]  # a tied head is the embedding
         self._later = [weight for weight in model.parameters() if id(weight) not in lower]
-        self._ranks, self._clock = ranks, clock
+        self._ranks, self._ready = ranks, ready
+        self._averages = dist.get_backend() == "nccl"  # on the way, which gloo cannot
         self._averaging = False
         self._under_way: list[Any] = []
         with torch.no_grad():
@@ -174,69 +177,36 @@ class Replica:
             yield
         finally:
             self._averaging = False
-        self._clock.gradients_ready()
+        self._ready()
         self._start(self._first)
         for work in self._under_way:
             work.wait()
         self._under_way.clear()
-        if not _nccl():
-            for gradient in (*_gradients(self._first), *_gradients(self._later)):
-                gradient /= self._ranks
+        if not self._averages:
+            for weight in (*self._first, *self._later):
+                if weight.grad is not None:
+                    weight.grad /= self._ranks
 
     def _start(self, weights: Sequence[Parameter]) -> None:
-        """Start the sum of gradients, as one operation; NCCL averages on the way, which gloo cannot."""
-        how = dist.ReduceOp.AVG if _nccl() else dist.ReduceOp.SUM
+        """Start the sum, or NCCL's average, of the weights' gradients as one operation."""
+        how = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         with dist._coalescing_manager(async_ops=True) as work:  # pyright: ignore[reportPrivateImportUsage] - as FSDP2
-            for gradient in _gradients(weights):
-                dist.all_reduce(gradient, how)
+            for weight in weights:
+                if weight.grad is not None:
+                    dist.all_reduce(weight.grad, how)
         self._under_way.append(work)
 
 
-class ComputeClock:
-    """A rank's own compute time of a step: from its begin until its last gradients are ready to be summed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._begun: Any = None
-        self._ready: Any = None
-
-    def begin(self) -> None:
-        self._begun, self._ready = self._mark(), None
-
-    def gradients_ready(self) -> None:
-        self._ready = self._mark()
-
-    def lap(self) -> Callable[[], float | None]:
-        """Function that returns the step's compute time [ms] once the device has done it; None if nothing marked it."""
-        begun, ready = self._begun, self._ready
-        if ready is None:
-            return lambda: None
-        return lambda: begun.elapsed_time(ready) if self._cuda else 1000 * (ready - begun)
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # on the current stream: nothing waits for the device
-        event.record()
-        return event
+def mark(device: torch.device) -> Any:
+    """The present place in a device's work: an event on the current stream, for which nothing waits, or seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be sharded."""
     part = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
-
-
-def clip_gradients(model: nn.Module, highest: float) -> Tensor:
-    """Scale the gradients so that the norm of all of them, over all ranks, is at most `highest`; returns the norm."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), highest)
-    whole = getattr(norm, "full_tensor", None)  # of sharded ones
-    return norm if whole is None else whole()
-
-
-def _gradients(weights: Sequence[Parameter]) -> list[Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]
-
-
-def _nccl() -> bool:
-    return dist.get_backend() == "nccl"

@@ -9,8 +9,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,9 +35,8 @@ from jobs.schema.launcher import Rank
 from jobs.schema.point import Beat, Metric, Surroundings, reporter
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.training.case import TextCase
-from jobs.training.checkpoints.folder import CheckpointError
-from jobs.training.checkpoints.report import CheckpointReport
-from jobs.training.data.base import Corpus, load_corpus
+from jobs.training.checkpoints.folder import CheckpointError, CheckpointReport
+from jobs.training.data.corpus import Corpus, load_bytes
 from jobs.training.data.token_corpus import load_tokens
 from jobs.training.errors import noting_sigterm
 from jobs.training.loop import Trainer
@@ -71,16 +70,12 @@ class RankReport:
     peak: Peak  # of one whole step
     agreement: Agreement  # of the attention with the oracle on this rank's device
     utilization: Metric | None  # of its GPU, sampled in steady steps; None without NVML, on one rank and of a soak
-    environment: Mapping[str, Any]  # as in Measurement
+    environment: dict[str, Any]  # as in Measurement
     gpu: str  # PyTorch's name of it; "" on a CPU
     state: RankState  # at the end
     energy: Energy | None = None  # of its GPU over this attempt's steady steps, for the tokens of all ranks
     checkpoints: CheckpointReport | None = None
     topology: Topology | None = None  # of its host, if the case asks for it
-
-    def with_training(self, **more: Any) -> RankReport:
-        """This report with more about the training in its environment."""
-        return replace(self, environment={**self.environment, "training": {**self.environment["training"], **more}})
 
 
 def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop: threading.Event) -> RankReport:
@@ -97,10 +92,11 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     notes = Notes(beat, device, rank, case.layout.ranks)
     notes.note(BOOT)
     beat("corpus")
+    size = case.batch, case.seq_len, case.seed
     if case.data.tokenized:
-        corpus = load_tokens(case.data, case.model.vocab_size, case.batch, case.seq_len, beat)
+        corpus = load_tokens(case.data, case.model.vocab_size, *size, beat)
     else:
-        corpus = load_corpus(case.data.path, case.data.heldout, case.seq_len)
+        corpus = load_bytes(case.data, *size)
     notes.note(LOADER)
     gpu = None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)  # NVML's id
     watch = None
@@ -115,7 +111,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     telemetry = Telemetry([gpu] if gpu is not None and case.soak is None and case.layout.ranks > 1 else [])
     checkpoints = _new_checkpoints(case, corpus, device, rank, beat)
     try:
-        run = trainer.run(case.data.heldout_batches, beat, stop, telemetry, checkpoints)
+        run = trainer.run(beat, stop, telemetry, checkpoints)
     finally:
         sampled = telemetry.stop()
         if checkpoints is not None:
@@ -125,7 +121,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident, cuda_graphs=case.cuda_graphs)
     training = {
-        "corpus": {**corpus.about(), **trainer.state.batches.about()},
+        "corpus": {**corpus.about, **corpus.batches.about},
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "checkpointing": trainer.model.checkpointing_effective,
         "compile": case.compile,  # in one graph, else the first step would have raised
@@ -164,7 +160,7 @@ def _new_checkpoints(case: TextCase, corpus: Corpus, device: torch.device, rank:
         raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
     from jobs.training.checkpoints.saving import Checkpoints  # PyTorch's are long to import: a second of the processor
 
-    text = hashlib.sha256(json.dumps(corpus.about(), sort_keys=True).encode()).hexdigest()
+    text = hashlib.sha256(json.dumps(corpus.about, sort_keys=True).encode()).hexdigest()
     training = (there.checkpoints, there.key, text, case.last_step, rank, case.layout.ranks)
     return Checkpoints(case.checkpoints, *training, device, beat)
 
@@ -174,30 +170,23 @@ def missing_variables() -> dict[str, str]:
     return {name: value for name, value in PROCESS_GROUP.items() if name not in os.environ}
 
 
-def flight_record(rank: int) -> str:
-    """Name of the file with the collectives of a rank, in JSON."""
-    return f"flight-recorder-rank{rank}.json"
-
-
 def train(case: TextCase, surroundings: Surroundings, rank: Rank) -> RankReport:
     """Train as one of the case's ranks; reports to the process that started them."""
     threading.current_thread().name = f"rank {rank.number}"  # seen in dumps of stacks
-    rank.post(RankProcess(rank.number, os.getpid(), "joined"))
-    report = ProcessReporter(
-        rank.post, surroundings, rank=rank.number, interval=lambda _: SAMPLE_INTERVAL_S, longest=LONGEST_TEXT
-    )
-    try:
-        with _recording_silence(report, rank.folder / flight_record(rank.number)):
-            result = train_rank(case, torch.device(rank.device), rank.number, report, rank.stop)
-            dist.barrier()  # nobody leaves while another still exchanges
-            dist.destroy_process_group()
-        report.close()
+    with _telling_failure(rank.post, rank.number):
+        rank.post(RankProcess(rank.number, os.getpid(), "joined"))
+        report = ProcessReporter(
+            rank.post, surroundings, rank=rank.number, interval=lambda _: SAMPLE_INTERVAL_S, longest=LONGEST_TEXT
+        )
+        try:
+            with _recording_silence(report, rank.folder / f"flight-recorder-rank{rank.number}.json"):
+                result = train_rank(case, torch.device(rank.device), rank.number, report, rank.stop)
+                dist.barrier()  # nobody leaves while another still exchanges
+                dist.destroy_process_group()
+        finally:
+            report.close()
         rank.post(RankProcess(rank.number, os.getpid(), "done"))
         return result
-    except BaseException as err:
-        report.close()
-        _fail(rank.post, rank.number, err)
-        raise
 
 
 def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: str, memory_fraction: float | None) -> T:
@@ -207,34 +196,32 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     number, post = int(os.environ["RANK"]), Outbox(os.open(pipe, os.O_WRONLY)).send
     stacks.offer()
     post(RankProcess(number, os.getpid(), "starting"))
-    try:
-        joined = _join(device, int(os.environ["LOCAL_RANK"]), memory_fraction)
-    except BaseException as err:
-        _fail(post, number, err)
-        raise
+    with _telling_failure(post, number):
+        os.environ.update(missing_variables())
+        joined = torch.device(device)
+        if device == "cpu":
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        else:
+            joined = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(joined)
+            torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+            if memory_fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(memory_fraction, joined)
+            dist.init_process_group("nccl", timeout=TIMEOUT, device_id=joined)
     with noting_sigterm() as stop:
         return main(Rank(number, str(joined), post, stop, folder))
 
 
-def _fail(post: Callable[[Any], None], rank: int, err: BaseException) -> None:
-    post(RankFailure.of(rank, err))
-    with contextlib.suppress(OSError):  # stderr is a file, whose disk may be full
-        traceback.print_exc()
-
-
-def _join(device: str, local_rank: int, memory_fraction: float | None) -> torch.device:
-    """Form the process group with the other ranks. Returns this rank's device."""
-    os.environ.update(missing_variables())
-    if device == "cpu":
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        return torch.device("cpu")
-    gpu = torch.device("cuda", local_rank)
-    torch.cuda.set_device(gpu)
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    if memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(memory_fraction, gpu)
-    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=gpu)
-    return gpu
+@contextlib.contextmanager
+def _telling_failure(post: Callable[[Any], None], rank: int) -> Iterator[None]:
+    """Tell the process that started the ranks of an exception, which goes on."""
+    try:
+        yield
+    except BaseException as err:
+        post(RankFailure.of(rank, err))
+        with contextlib.suppress(OSError):  # stderr is a file, whose disk may be full
+            traceback.print_exc()
+        raise
 
 
 @contextlib.contextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,9 +21,8 @@ GB = 10**9
 _LOOK_S = 1.0  # of training between two looks at the memory; each interval ends with one, too
 
 _COLUMNS = (  # of the table
-    *("process", "end_s", "end_step", "steps", "step_ms", "loss"),
-    *("allocated_mib", "reserved_mib", "driver_mib", "resident_mib", "warm_up", "checkpoints"),
-    *("compute_ms", "busy"),
+    "process,end_s,end_step,steps,step_ms,loss,allocated_mib,reserved_mib,driver_mib,resident_mib,warm_up,checkpoints,"
+    "compute_ms,busy"
 )
 
 
@@ -73,16 +71,6 @@ class Interval:
         """Bytes that the process holds: of the GPU if it uses one, else of the host's memory."""
         return self.reserved or self.resident
 
-    @property
-    def hours(self) -> float:
-        """Hours of training until its middle."""
-        return (self.end_s - self.seconds / 2) / 3600
-
-    @property
-    def thousands(self) -> float:
-        """Thousands of steps until its middle."""
-        return (self.end_step - self.steps / 2) / 1000
-
 
 @dataclass
 class SoakHistory:
@@ -94,31 +82,22 @@ class SoakHistory:
     done: bool = False  # whether the whole time has been trained
     intervals: list[Interval] = field(default_factory=list)  # in order; the last one may still grow
 
-    def state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Values in which ranks must agree, and those of this rank, as plain numbers."""
-        shared = {"elapsed_s": self.elapsed_s, "pieces": self.pieces, "done": self.done}
-        return shared, {"alert_s": self.alert_s, "intervals": [astuple(interval) for interval in self.intervals]}
-
-    def load_state_dicts(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Go on from what `state_dicts` returned."""
-        self.elapsed_s, self.pieces, self.done = (shared["elapsed_s"], shared["pieces"], shared["done"])
-        self.alert_s = own["alert_s"]
-        self.intervals = [Interval(*row) for row in own["intervals"]]
-
     def settled(self, plan: SoakPlan) -> list[Interval]:
         """Intervals that count for slopes and times: without warm-up, and not cut short by a first checkpoint."""
         return [each for each in self.intervals if each.warm and each.seconds >= plan.interval_s / 2]
 
     def to_csv(self) -> str:
         """A table of all intervals: seconds, MiB, nat/byte, ms of a step, %."""
-        lines = [",".join(_COLUMNS)]
+        lines = [_COLUMNS]
         for each in self.intervals:
             step_ms, compute_ms = (1000 * each.seconds / each.steps, each.compute_ms / each.steps)
-            sizes = [f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.driver, each.resident)]
+            sizes = (f"{size / 2**20:.1f}" for size in (each.allocated, each.reserved, each.driver, each.resident))
             busy = each.busy / each.looks if each.looks else math.nan
-            row = [each.process, f"{each.end_s:.3f}", each.end_step, each.steps, f"{step_ms:.4f}"]
-            row += [f"{each.loss / each.steps:.5f}", *sizes, int(not each.warm), each.checkpoints]
-            lines.append(",".join(map(str, [*row, f"{compute_ms:.4f}", f"{busy:.1f}"])))
+            lines.append(
+                f"{each.process},{each.end_s:.3f},{each.end_step},{each.steps},{step_ms:.4f},"
+                f"{each.loss / each.steps:.5f},{','.join(sizes)},{int(not each.warm)},{each.checkpoints},"
+                f"{compute_ms:.4f},{busy:.1f}"
+            )
         return "\n".join(lines) + "\n"
 
 
@@ -140,11 +119,9 @@ class SoakWatch:
         beat: Beat,
         utilization: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.plan = plan
-        self.history = history
+        self.plan, self.history = plan, history
         self.over = False  # whether the piece's time is over; equal on all ranks
-        self._device, self._rank = device, rank
-        self._utilization = utilization
+        self._device, self._rank, self._utilization = device, rank, utilization
         self._report = reporter(beat)
         self._checkpoints = 0
         self.begin(0)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.optim import Optimizer
 
-from jobs.training.data.base import Batches
+from jobs.training.data.corpus import Batches
 from jobs.training.probe import Probe
 from jobs.training.soak import SoakHistory
 from nsa_core.model import NSATransformer
 
 RESUME_WARM_UP = 3
 """Steps after a resume that count as warm-up."""
+
+
+@dataclass
+class TrainingState:
+    """State after `step` steps; a checkpoint stores it, and a training that loads it goes on with the next step."""
+
+    model: NSATransformer  # under FSDP2 with sharded parameters
+    optimizer: Optimizer  # with its state; the learning rate follows from `step`
+    batches: Batches  # the position in the data; equal on all ranks
+    step: int = 0
 
 
 @dataclass
@@ -32,10 +41,10 @@ class Run:
     probe: Probe | None = None  # of the trained model, if asked for
     soak: SoakHistory | None = None  # of a soak, in place of losses, seconds and compute_ms
 
-
-def first_steady(steps: int) -> int:
-    """Number of first steps that count as warm-up: they compile and allocate, the optimizer's state too."""
-    return max(2, steps // 10)
+    def steady_steps(self) -> list[int]:
+        """Steps that count for times and throughput, in order: this code's, without warm-up; of a few, the last one."""
+        count = len(self.seconds)
+        return [step for step in range(self.foreign, count) if is_steady(step, count, self.begun)] or [count - 1]
 
 
 def is_steady(step: int, steps: int, begun: Sequence[int]) -> bool:
@@ -43,30 +52,6 @@ def is_steady(step: int, steps: int, begun: Sequence[int]) -> bool:
     return step >= first_steady(steps) and not any(0 <= step - at < RESUME_WARM_UP for at in begun[1:])
 
 
-def steady_steps(run: Run) -> list[int]:
-    """Steps that count for times and throughput, in order: this code's, without warm-up; of a few, the last one."""
-    count = len(run.seconds)
-    return [step for step in range(run.foreign, count) if is_steady(step, count, run.begun)] or [count - 1]
-
-
-@dataclass
-class TrainingState:
-    """State after `step` steps; a checkpoint stores it, and a training that loads it goes on with the next step."""
-
-    model: NSATransformer  # under FSDP2 with sharded parameters
-    optimizer: Optimizer  # with its state; the learning rate follows from `step`
-    batches: Batches  # the position in the data; equal on all ranks
-    step: int = 0
-
-    def tensors(self) -> dict[str, Any]:
-        """Weights and the optimizer's state by parameter: the tensors themselves, sharded ones as DTensor."""
-        from torch.distributed.checkpoint.state_dict import get_state_dict  # long to import, and few trainings need it
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_tensors(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `tensors` gave, read again."""
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+def first_steady(steps: int) -> int:
+    """Number of first steps that count as warm-up: they compile and allocate, the optimizer's state too."""
+    return max(2, steps // 10)

@@ -11,18 +11,17 @@ from pydantic import ValidationError
 from trainings import Keeping
 from travelling import CPU, travelled, values_of
 
-from jobs.needle import NeedleCorpus, Spec, loss_course, measure
+from jobs.needle import NeedleTask, Spec, loss_course, measure
 from jobs.specs.load import load_spec
 from nsa_core.loss import IGNORED
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
-CORPUS = NeedleCorpus(needles=3, alphabet=5)
+TASK = NeedleTask(needles=3, alphabet=5)
 
 
 def test_a_question_has_one_answer_and_it_stands_behind_its_key() -> None:
-    tokens, targets = next(CORPUS.batches(64, 32, seed=1))
+    tokens, targets = next(TASK.corpus(64, 32, seed=1).batches)
     assert tokens.shape == targets.shape == (64, 32)
-    assert CORPUS.text_bytes(targets) == 64 * 3
     lengths = set()
     for sequence, answers in zip(tokens.tolist(), targets.tolist(), strict=True):
         asked = [place for place, answer in enumerate(answers) if answer != IGNORED]
@@ -34,12 +33,12 @@ def test_a_question_has_one_answer_and_it_stands_behind_its_key() -> None:
             assert hay.count(key) == 1
             assert hay[hay.index(key) + 1] == answers[place]
     assert (min(lengths), max(lengths)) == (12, 32)  # haystacks of all lengths
-    assert int(tokens.max()) < CORPUS.vocabulary == 64
+    assert int(tokens.max()) < TASK.vocabulary == 64
 
 
 @pytest.mark.parametrize(("depth", "place"), [(0, 0), (50, 12), (100, 24)])
 def test_the_first_question_asks_for_the_needle_at_the_depth(depth: int, place: int) -> None:
-    tokens, values = CORPUS.asked(200, 29, depth)  # 26 tokens of hay, 13 places
+    tokens, values = TASK.asked(200, 29, depth)  # 26 tokens of hay, 13 places
     assert torch.equal(tokens[:, place], tokens[:, 26])
     assert torch.equal(tokens[:, place + 1], values)
     keys = (tokens[:, :26] >= 32) & (tokens[:, :26] < 37)
@@ -48,14 +47,14 @@ def test_the_first_question_asks_for_the_needle_at_the_depth(depth: int, place: 
 
 
 def test_training_and_questions_differ_and_a_position_is_taken_up_again() -> None:
-    batches, others = CORPUS.batches(4, 32, 0), CORPUS.heldout_batches(4, 32, 1)
-    first = next(batches)[0]
-    assert not torch.equal(first, others[0][0])
-    assert not any(torch.equal(first, CORPUS.asked(4, 32, depth)[0]) for depth in (0, 50, 100))
-    assert not torch.equal(first, next(CORPUS.batches(4, 32, 2**32))[0])  # PyTorch takes 32 bits of a seed
+    corpus = TASK.corpus(4, 32, 0)
+    first, batches = next(corpus.batches)[0], corpus.batches
+    assert not torch.equal(first, corpus.heldout[0][0])
+    assert not any(torch.equal(first, TASK.asked(4, 32, depth)[0]) for depth in (0, 50, 100))
+    assert not torch.equal(first, next(TASK.corpus(4, 32, 2**32).batches)[0])  # PyTorch takes 32 bits of a seed
     state = batches.state_dict()
     second = next(batches)[0]
-    again = CORPUS.batches(4, 32, 5)
+    again = TASK.corpus(4, 32, 5).batches
     again.load_state_dict(state)
     assert torch.equal(next(again)[0], second)
 

@@ -18,7 +18,7 @@ from jobs.schema.point import Measurement
 from jobs.train import Spec, measure
 from jobs.training import parallel as parallel_model
 from jobs.training.case import Layout
-from jobs.training.data.base import load_corpus
+from jobs.training.data.corpus import split_bytes
 from jobs.training.errors import Ineffective
 from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
@@ -140,21 +140,18 @@ def test_the_learning_rate_warms_up_and_decays_to_its_fraction() -> None:
 
 
 def test_held_out_files_are_held_out_and_the_split_depends_on_contents_alone(text: Path) -> None:
-    corpus = load_corpus(text, 0.2, 48)
-    train, heldout = bytes(corpus.train.tolist()), bytes(corpus.heldout.tolist())
-    assert corpus.files == 40
+    *parts, about = split_bytes(text, 0.2, 48)
+    train, heldout = (bytes(part.tolist()) for part in parts)
     assert 2 <= heldout.count(b"\0") <= 16
-    assert train.count(b"\0") + heldout.count(b"\0") == 40
-    lines = {line for line in heldout.split(b"\0") if line}
-    assert not lines & set(train.split(b"\0"))
-    assert load_corpus(text, 0.2, 48).sha256 == corpus.sha256
-    assert corpus.sha256.startswith("f04eca50c4e65ecc"), "checkpoints that are stored know the text by it"
+    assert train.count(b"\0") + heldout.count(b"\0") == about["files"] == 40
+    assert not {line for line in heldout.split(b"\0") if line} & set(train.split(b"\0"))
+    assert about["sha256"].startswith("f04eca50c4e65ecc"), "checkpoints that are stored know the text by it"
 
 
 def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.training.data.base._MOST_BYTES", 12_500)
+    monkeypatch.setattr("jobs.training.data.corpus._MOST_BYTES", 12_500)
     draw = Random(0)
     for number in range(10):
         (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))
@@ -163,20 +160,16 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
         document = draw.randbytes(1500)
         for name in ("copy 1", "copy 2"):
             (tmp_path / name).write_bytes(document)
-        corpus = load_corpus(tmp_path, 0.5, 48)
-        sides.add(tuple(bytes(part.tolist()).count(document[:900]) for part in (corpus.train, corpus.heldout)))
+        sides.add(tuple(bytes(part.tolist()).count(document[:900]) for part in split_bytes(tmp_path, 0.5, 48)[:2]))
     assert sides == {(0, 2), (2, 0)}, "both on one side"
 
 
 def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_text("a" * 900 + "b" * 100)
-    corpus = load_corpus(file, 0.1, 16)
-    assert set(corpus.train.tolist()) == {ord("a")}
+    assert set(split_bytes(file, 0.1, 16)[0].tolist()) == {ord("a")}
     with pytest.raises(ValueError, match=r"data\.path: .*held-out part has 101 bytes, too few for seq_len 128"):
-        load_corpus(file, 0.1, 128)
+        split_bytes(file, 0.1, 128)
     (tmp_path / "copy.txt").write_bytes(file.read_bytes())
-    with pytest.raises(
-        ValueError, match=r"held-out part has 0 bytes, .*; give more files that differ, one alone, of wh"
-    ):
-        load_corpus(tmp_path, 0.1, 16)
+    with pytest.raises(ValueError, match=r"held-out part has 0 bytes, .*; give more files that differ, one "):
+        split_bytes(tmp_path, 0.1, 16)

@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
@@ -23,7 +24,7 @@ from jobs.schema.plain_text import error_in_a_line
 MANIFEST = "complete.json"
 OPTIONS = {"skip_instance_cache": True, "use_listings_cache": False}  # of fsspec: other processes write, too
 
-_FOLDER = re.compile(r"(\d{6,})-step-(\d+)")
+_FOLDER = re.compile(r"(\d{6,})-step-\d+")
 _PIECE = 8 << 20  # bytes read at a time
 _PATIENCE_S = 10.0  # a network's file system may show a new file late
 
@@ -63,9 +64,22 @@ class Manifest(BaseModel):
     def name(self) -> str:
         return f"{self.number:06d}-step-{self.step}"
 
-    def is_gone_on_from(self, key: str) -> bool:
+    def goes_on(self, key: str) -> bool:
         """Whether the training of a point goes on from it: one that other code has finished begins anew."""
         return self.step < self.steps or self.key == key
+
+
+@dataclass
+class CheckpointReport:
+    """History of the checkpoints of one attempt, on its first rank."""
+
+    folder: str  # their URL
+    waits_ms: list[float] = field(default_factory=list)  # that the training waited for each one
+    times_ms: list[float] = field(default_factory=list)  # until each was complete
+    sizes: list[int] = field(default_factory=list)  # [bytes]
+    kept: list[str] = field(default_factory=list)  # names of the complete ones
+    failures: list[str] = field(default_factory=list)  # one line for each that could not be saved
+    damaged: list[str] = field(default_factory=list)  # or loaded
 
 
 class CheckpointFolder:
@@ -84,39 +98,38 @@ class CheckpointFolder:
         except FileNotFoundError:
             raise
         except Exception as err:  # the packages of the schemes raise errors of their own
-            reason = error_in_a_line(err)
-            raise CheckpointError(
-                f"checkpoints: {self.url}: cannot be read: {reason}; mend the artifact store"
-            ) from None
+            text = f"checkpoints: {self.url}: cannot be read: {error_in_a_line(err)}; mend the artifact store"
+            raise CheckpointError(text) from None
 
-    def names(self) -> list[str]:
-        """Folders of complete and incomplete checkpoints, newest first."""
+    def names(self) -> dict[str, int]:
+        """Numbers of complete and incomplete checkpoints by folder, newest first."""
         try:
             with self._reading():
                 entries = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
-            return []
-        names = [posixpath.basename(str(entry).rstrip("/")) for entry in entries]
-        return sorted((name for name in names if _FOLDER.fullmatch(name)), key=number_of, reverse=True)
+            return {}
+        names = (_FOLDER.fullmatch(posixpath.basename(str(entry).rstrip("/"))) for entry in entries)
+        numbers = {name[0]: int(name[1]) for name in names if name is not None}
+        return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
 
-    def manifests(self) -> list[tuple[str, Manifest | None]]:
+    def manifests(self) -> dict[str, Manifest | None]:
         """Folders with a manifest, newest first; None where that is torn or not ours."""
-        found: list[tuple[str, Manifest | None]] = []
+        found: dict[str, Manifest | None] = {}
         for name in self.names():
             try:
                 with self._reading():
                     content = self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}")
+                manifest = Manifest.model_validate_json(content)
+                found[name] = manifest if manifest.name == name else None
             except FileNotFoundError:
                 continue
-            manifest = None
-            with contextlib.suppress(ValidationError):
-                manifest = Manifest.model_validate_json(content)
-            found.append((name, manifest if manifest is not None and manifest.name == name else None))
+            except ValidationError:
+                found[name] = None
         return found
 
     def complete(self) -> list[Manifest]:
         """Manifests of the complete checkpoints, newest first."""
-        return [manifest for _, manifest in self.manifests() if manifest is not None]
+        return [manifest for manifest in self.manifests().values() if manifest is not None]
 
     def note_start(self, key: str) -> None:
         """Note that ranks are started, as a file: a start that was killed before it could save anything counts, too."""
@@ -180,8 +193,3 @@ class CheckpointFolder:
         for path in (f"{self._root}/{name}/{MANIFEST}", f"{self._root}/{name}"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.rm(path, recursive=True)
-
-
-def number_of(name: str) -> int:
-    """The number in the name of a checkpoint's folder."""
-    return int(name.partition("-")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,14 +51,12 @@ class Writer(FsspecWriter):
 
 
 class _HashingFileSystem(FileSystem):
-    """Notes the size and hash of each file that is written."""
+    """Notes the size and hash of each file that is written, and tells the progress of all together."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
         self.written: dict[str, WrittenFile] = {}
-        self._progress = progress
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self.bytes, self.lock, self.progress = 0, threading.Lock(), progress
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -67,7 +64,7 @@ class _HashingFileSystem(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            hashing = _HashingStream(stream, self._wrote)
+            hashing = _HashingStream(stream, self)
             try:
                 yield hashing
             except RuntimeError:
@@ -76,28 +73,15 @@ class _HashingFileSystem(FileSystem):
                 raise
         self.written[path.rpartition("/")[2]] = WrittenFile(size=hashing.size, sha256=hashing.digest.hexdigest())
 
-    def _wrote(self, count: int) -> None:
-        with self._lock:
-            self._bytes += count
-            self._progress(self._bytes)
 
-
-class _HashingStream(io.RawIOBase):
+class _HashingStream:
     """A stream that is only appended to; hashes its content."""
 
-    def __init__(self, stream: Any, wrote: Callable[[int], None]) -> None:
-        self._stream = stream
-        self._wrote = wrote
-        self.digest = hashlib.sha256()
-        self.size = 0
+    def __init__(self, stream: Any, files: _HashingFileSystem) -> None:
+        self._stream, self._files = stream, files
+        self.digest, self.size = hashlib.sha256(), 0
         self.failure: Exception | None = None  # the first one; torch.save may end with an error of its own instead
-        self.flush, self.fileno = stream.flush, stream.fileno
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
         try:
@@ -105,8 +89,10 @@ class _HashingStream(io.RawIOBase):
         except Exception as err:
             self.failure = self.failure or err
             raise
-        view = memoryview(data)
+        view, files = memoryview(data), self._files
         self.digest.update(view)
         self.size += view.nbytes
-        self._wrote(view.nbytes)
+        with files.lock:
+            files.bytes += view.nbytes
+            files.progress(files.bytes)
         return view.nbytes

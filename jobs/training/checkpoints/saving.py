@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,14 +20,24 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from jobs.measure.clock import synchronize
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
-from jobs.training.checkpoints.folder import MANIFEST, OPTIONS, CheckpointError, CheckpointFolder, Manifest, number_of
+from jobs.training.case import CheckpointSpec
+from jobs.training.checkpoints.folder import (
+    MANIFEST,
+    OPTIONS,
+    CheckpointError,
+    CheckpointFolder,
+    CheckpointReport,
+    Manifest,
+)
 from jobs.training.checkpoints.io import Writer
-from jobs.training.checkpoints.report import CHECKPOINT_FAILURES, CheckpointReport, CheckpointSpec
+from jobs.training.live import CHECKPOINT_FAILURES
+from jobs.training.soak import Interval
 from jobs.training.state import Run, TrainingState
 
 T = TypeVar("T")
@@ -36,8 +47,7 @@ class Exchange:
     """Exchanges between ranks on the host, beside the collectives of training; all ranks make and use it together."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self.rank = rank
-        self.ranks = ranks
+        self.rank, self.ranks = rank, ranks
         self.group: Any = None
         if dist.is_initialized():  # the supervisor tells a stalled rank from a slow one
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -124,27 +134,27 @@ class Checkpoints:
         self._written = 0
         check_reach(self._folder, exchange)
 
-    def next_stop(self, step: int) -> int:
-        """Step after which the next checkpoint is due, once `step` steps are done."""
-        return min(self._steps, step - step % self.spec.every + self.spec.every)
-
     def load(self, state: TrainingState, run: Run) -> Mapping[str, str] | None:
         """Go to the newest complete checkpoint that is not damaged; the ones that are get reported.
 
         Returns the route of its training; None without one, and then `state` and `run` are as they were. Raises
         CheckpointError if the folder cannot be read, or the checkpoint is of another text.
         """
-        manifests, self._number = self._exchange.from_first(
-            lambda: (self._folder.manifests(), max(map(number_of, self._folder.names()), default=0))
+        exchange, folder = self._exchange, self._folder
+        manifests, self._number = exchange.from_first(
+            lambda: (folder.manifests(), max(folder.names().values(), default=0))
         )
         self._first = self._number + 1
-        for name, manifest in manifests:
+        for name, manifest in manifests.items():
             if manifest is None:
                 self._note(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
                 continue
-            if not manifest.is_gone_on_from(self._key):
+            if not manifest.goes_on(self._key):
                 return None
-            if damage := self._damage(manifest):
+            mine = sorted(manifest.files)[exchange.rank :: exchange.ranks]  # each rank looks at a part of the files
+            found = (folder.damage(manifest, name, lambda: self._beat(CHECKPOINT)) for name in mine)
+            damage = next(filter(None, exchange.gathered(next(filter(None, found), None))), None)
+            if damage is not None:
                 self._damaged.add(name)
                 self._note(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
                 continue
@@ -218,6 +228,7 @@ class Checkpoints:
             self.report.waits_ms[-1] += 1000 * (time.perf_counter() - begun)
 
     def _content(self, state: TrainingState, run: Run) -> dict[str, Any]:
+        """What a checkpoint stores; sharded weights are DTensors."""
         progress = {
             "batches": dict(state.batches.state_dict()),
             "before": run.before,
@@ -228,14 +239,19 @@ class Checkpoints:
         if self._device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self._device)
         own = {"generators": generators, "compute_ms": torch.tensor(run.compute_ms, dtype=torch.float64)}
-        if run.soak is not None:
-            progress["soak"], own["soak"] = run.soak.state_dicts()
-        return {**state.tensors(), "progress": packed(progress), "ranks": {str(self._exchange.rank): packed(own)}}
+        if (soak := run.soak) is not None:
+            progress["soak"] = {"elapsed_s": soak.elapsed_s, "pieces": soak.pieces, "done": soak.done}
+            own["soak"] = {"alert_s": soak.alert_s, "intervals": [astuple(interval) for interval in soak.intervals]}
+        model, optimizer = get_state_dict(state.model, state.optimizer)
+        ranks = {str(self._exchange.rank): packed(own)}
+        return {"model": model, "optimizer": optimizer, "progress": packed(progress), "ranks": ranks}
 
     def _read(self, manifest: Manifest, state: TrainingState, run: Run) -> None:
         """Take over a checkpoint; one of another number of ranks without the ranks' own generators and times."""
         same, rank = manifest.ranks == self._exchange.ranks, str(self._exchange.rank)
-        content: dict[str, Any] = {**state.tensors(), "progress": b""} | ({"ranks": {rank: b""}} if same else {})
+        model, optimizer = get_state_dict(state.model, state.optimizer)
+        content: dict[str, Any] = {"model": model, "optimizer": optimizer, "progress": b""}
+        content |= {"ranks": {rank: b""}} if same else {}
         url = f"{self._folder.url}/{manifest.name}"
         try:
             reader = FsspecReader(url, **OPTIONS)
@@ -245,7 +261,9 @@ class Checkpoints:
                 f"checkpoints: {url}: is whole but cannot be loaded: {_cause(err)}; remove it to go on from the one "
                 "before"
             ) from None
-        state.load_tensors(content)
+        set_state_dict(
+            state.model, state.optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
+        )
         progress = unpacked(content["progress"])
         state.batches.load_state_dict(progress["batches"])
         state.step = manifest.step
@@ -261,14 +279,10 @@ class Checkpoints:
         torch.set_rng_state(own["generators"]["cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(own["generators"]["cuda"], self._device)
-        if run.soak is not None and manifest.key == self._key:  # other code's time does not count
-            run.soak.load_state_dicts(progress["soak"], own["soak"])
-
-    def _damage(self, manifest: Manifest) -> str | None:
-        """The damage of a checkpoint, in words, or None. Each rank looks at a part of the files."""
-        mine = sorted(manifest.files)[self._exchange.rank :: self._exchange.ranks]
-        found = (self._folder.damage(manifest, name, lambda: self._beat(CHECKPOINT)) for name in mine)
-        return next(filter(None, self._exchange.gathered(next(filter(None, found), None))), None)
+        if (soak := run.soak) is not None and manifest.key == self._key:  # other code's time does not count
+            shared, mine = progress["soak"], own["soak"]
+            soak.elapsed_s, soak.pieces, soak.done = shared["elapsed_s"], shared["pieces"], shared["done"]
+            soak.alert_s, soak.intervals = mine["alert_s"], [Interval(*row) for row in mine["intervals"]]
 
     def _wrote(self, count: int) -> None:
         self._written = count
@@ -276,26 +290,24 @@ class Checkpoints:
             self._beat(CHECKPOINT, count)
 
     def _saved(self, writer: Writer) -> None:
+        """Note a checkpoint, and remove what is older than it and not to be kept."""
         self.latest = writer.manifest.step
         if self._exchange.rank > 0:
             return
         self.report.times_ms.append(1000 * (writer.ended - writer.begun))
         self.report.sizes.append(sum(file.size for file in writer.manifest.files.values()))
         try:
-            self._retain()
+            complete = self._folder.complete()
+            ours = [each for each in complete if each.number >= self._first and each.name not in self._damaged]
+            measured = sorted((each.heldout, each.name) for each in ours if each.heldout is not None)
+            best = [name for _, name in measured[: int(self.spec.keep_best)]]
+            newest = [each.name for each in ours[: self.spec.keep_last]]
+            self.report.kept = [each.name for each in ours if each.name in newest or each.name in best]
+            for name, number in self._folder.names().items():
+                if name not in self.report.kept and number < ours[0].number:
+                    self._folder.remove(name)
         except Exception as err:
             self._beat.warn(f"checkpoints: old ones could not be removed: {error_in_a_line(err)}")
-
-    def _retain(self) -> None:
-        """Remove what is older than the newest checkpoint and not to be kept."""
-        ours = [m for m in self._folder.complete() if m.number >= self._first and m.name not in self._damaged]
-        measured = [manifest for manifest in ours if manifest.heldout is not None]
-        best = sorted(measured, key=lambda manifest: manifest.heldout or 0.0)[: int(self.spec.keep_best)]
-        kept = [manifest for manifest in ours if manifest in ours[: self.spec.keep_last] or manifest in best]
-        self.report.kept = [manifest.name for manifest in kept]
-        for name in self._folder.names():
-            if name not in self.report.kept and number_of(name) < ours[0].number:
-                self._folder.remove(name)
 
     def _failed(self, manifest: Manifest, err: BaseException) -> None:
         """Report a checkpoint that was not saved, and remove what there is of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -80,10 +79,6 @@ class DataSpec(Strict):
             return f"data.tokenizer: {self.tokenizer!r}"
         return f"data.tokenizer_path: {str(self.tokenizer_path)!r}"
 
-    def paths(self) -> Mapping[str, Path]:
-        found = {"data.path": self.path, "data.tokenizer_path": self.tokenizer_path}
-        return {field: path for field, path in found.items() if path is not None}
-
     def vocabulary(self) -> int | None:
         """Vocabulary that a model of this text needs: that of the tokenizer, up to a multiple of 64; None for bytes.
 
@@ -93,7 +88,10 @@ class DataSpec(Strict):
         if not self.tokenized:
             return None
         if lacking := [name for name in _PACKAGES if find_spec(name) is None]:
-            raise SpecError(f"{self.tokenizer_source}: {missing_extra(lacking)}")
+            raise SpecError(
+                f"{self.tokenizer_source}: needs the extra 'data', which lacks {' and '.join(lacking)} here; pip "
+                "install 'nsa-bench[data]'"
+            )
         size = GPT2
         if self.tokenizer_path is not None:
             file = tokenizer_file(self.tokenizer_path)
@@ -119,8 +117,3 @@ def tokenizer_file(path: Path) -> Path:
         return path
     whole = path / "tokenizer.json"
     return whole if whole.exists() else path / "vocab.json"
-
-
-def missing_extra(packages: list[str]) -> str:
-    """Message about packages of the extra `data` that are not installed."""
-    return f"needs the extra 'data', which lacks {' and '.join(packages)} here; pip install 'nsa-bench[data]'"

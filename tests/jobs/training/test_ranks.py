@@ -25,10 +25,9 @@ from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
-from jobs.training.data.base import load_corpus
+from jobs.training.data.corpus import load_bytes
 from jobs.training.errors import Diverged
 from jobs.training.optimizer import learning_rate
-from jobs.training.rank import flight_record
 from nsa_core.model import PRESETS, NSATransformer
 from orchestrator.execute.supervisor import supervise
 from orchestrator.messages import Assignment, Conditions, Progress, Series
@@ -98,8 +97,7 @@ def test_several_ranks_are_an_axis_and_get_a_gpu_or_a_share_of_the_cores_each(te
 
 def _written_out(text: Path, steps: int) -> Iterator[float]:
     """Losses of the training of `_spec(text)` on one process, written as plainly as can be."""
-    corpus = load_corpus(text, 0.2, 32)
-    batches = corpus.batches(8, 32, 0)
+    batches = load_bytes(_spec(text).data, 8, 32, 0).batches
     torch.manual_seed(0)
     model = NSATransformer(PRESETS["tiny"]).train()
     optimizer = torch.optim.AdamW(
@@ -237,7 +235,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
             time.sleep(0.1)
         ranks[1].send_signal(signal.SIGUSR2)  # now it sleeps for ever
         while ranks[0].is_running():
-            for path in tmp_path.glob(f"tmp/**/{FAILURE_FILES}/{flight_record(0)}"):
+            for path in tmp_path.glob(f"tmp/**/{FAILURE_FILES}/flight-recorder-rank0.json"):
                 recorded[:] = [path.read_text()]
             time.sleep(0.2)
 

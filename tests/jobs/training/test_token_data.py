@@ -18,9 +18,9 @@ from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.saving import packed, unpacked
-from jobs.training.data.base import DataError
+from jobs.training.data.corpus import Corpus, DataError
 from jobs.training.data.spec import DataSpec
-from jobs.training.data.token_corpus import Documents, TokenCorpus, load_tokens
+from jobs.training.data.token_corpus import heldout_texts, load_tokens, open_dataset, read, shuffled
 from nsa_core.model import ModelConfig, NSATransformer
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
@@ -56,8 +56,12 @@ def _values(result: Measurement) -> dict[str, float]:
     return {metric.name: metric.value for metric in result.metrics}
 
 
-def _corpus(data: dict[str, Any]) -> TokenCorpus:
-    return load_tokens(DataSpec.model_validate(data), 512, 4, 32, SILENT)
+def _corpus(data: dict[str, Any], seed: int = 0) -> Corpus:
+    return load_tokens(DataSpec.model_validate(data), 512, 4, 32, seed, SILENT)
+
+
+def _heldout(spec: DataSpec) -> list[str]:
+    return [*heldout_texts(open_dataset(spec), spec, SILENT)]
 
 
 # Training
@@ -104,10 +108,9 @@ def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path,
             size += ends + sum(len(_bytes(decoder, number)) for number in targets.flatten().tolist() if number != end)
         return nats / size
 
-    heldout = corpus.heldout_batches(4, 32, 2)
-    assert _values(result)["heldout_loss_before"] == pytest.approx(per_byte(heldout), rel=1e-5)
+    assert _values(result)["heldout_loss_before"] == pytest.approx(per_byte(corpus.heldout), rel=1e-5)
     first = next(metric.samples[0] for metric in result.metrics if metric.name == "loss")
-    assert first == pytest.approx(per_byte([next(corpus.batches(4, 32, 0))]), rel=1e-5)
+    assert first == pytest.approx(per_byte([next(corpus.batches)]), rel=1e-5)
 
 
 def _bytes(decoder: tokenizers.Tokenizer, number: int) -> str:
@@ -127,16 +130,16 @@ def test_heldout_documents_are_never_trained_on_whatever_file_or_copy_they_are_i
     twice = [*texts(), *reversed(texts())]
     data = _data(write(tmp_path / "twice", twice, "jsonl", files=4), tokenizer)
     spec = DataSpec.model_validate(data)
-    heldout = set(Documents(spec).heldout(SILENT))
+    heldout = set(_heldout(spec))
     assert 10 < len(heldout) < 40
-    decoder, batches = tokenizers.Tokenizer.from_file(str(tokenizer)), _corpus(data).batches(4, 32, 0)
+    decoder, batches = tokenizers.Tokenizer.from_file(str(tokenizer)), _corpus(data).batches
     ids: list[int] = []
-    while batches.about()["epochs"] < 3:
+    while batches.about["epochs"] < 3:
         ids += next(batches)[0].flatten().tolist()
     seen = set(decoder.decode(ids, skip_special_tokens=False).split(END)[:-1])
     assert seen == set(texts()) - heldout
     other = DataSpec.model_validate(_data(write(tmp_path / "other", texts(), "parquet", files=2), tokenizer))
-    assert set(Documents(other).heldout(SILENT)) == heldout, "neither file, format nor place in it decides"
+    assert set(_heldout(other)) == heldout, "neither file, format nor place in it decides"
 
 
 # Position
@@ -145,14 +148,13 @@ def test_heldout_documents_are_never_trained_on_whatever_file_or_copy_they_are_i
 @pytest.mark.parametrize("form", ["parquet", "txt.gz"])
 def test_a_position_in_the_documents_is_taken_up_again_exactly(tmp_path: Path, tokenizer: Path, form: str) -> None:
     data = _data(write(tmp_path / form, texts(), form), tokenizer)
-    corpus = _corpus(data)
-    batches, states, expected = corpus.batches(4, 32, 7), [], []
-    while batches.about()["epochs"] < 3:
+    batches, states, expected = _corpus(data, 7).batches, [], []
+    while batches.about["epochs"] < 3:
         states.append(packed(batches.state_dict()))
         expected.append(next(batches))
     assert len(expected) > 20
     for at in (0, 5, len(states) - 2):
-        again = _corpus(data).batches(4, 32, 7)
+        again = _corpus(data, 7).batches
         again.load_state_dict(unpacked(states[at]))
         assert again.state_dict()["documents"] == unpacked(states[at])["documents"]
         for (tokens, targets), (right, right_targets) in zip(again, expected[at:], strict=False):
@@ -163,15 +165,15 @@ def test_a_position_in_the_documents_is_taken_up_again_exactly(tmp_path: Path, t
 def test_every_epoch_has_each_document_once_in_an_order_of_its_own_that_the_seed_decides(
     documents: Path, tokenizer: Path
 ) -> None:
-    found = Documents(DataSpec.model_validate(_data(documents, tokenizer)))
+    spec = DataSpec.model_validate(_data(documents, tokenizer))
 
     def order(seed: int, epoch: int) -> list[str]:
-        dataset = found.shuffled(seed)
+        dataset = shuffled(open_dataset(spec), seed)
         dataset.set_epoch(epoch)
-        return [text for text, held in found.read(dataset) if text and not held]
+        return [text for text, held in read(dataset, spec) if text and not held]
 
     first, second = order(1, 0), order(1, 1)
-    assert sorted(first) == sorted(second) == sorted(set(texts()) - set(found.heldout(SILENT)))
+    assert sorted(first) == sorted(second) == sorted(set(texts()) - set(_heldout(spec)))
     assert first != second
     assert order(1, 0) == first
     assert order(2, 0) != first
@@ -193,7 +195,7 @@ def test_a_dataset_of_the_hub_is_streamed_as_the_spec_names_it(
     monkeypatch.setattr(datasets, "load_dataset", loaded)
     named = {"dataset": "HuggingFaceFW/fineweb-edu", "subset": "sample-10BT", "revision": "abc", "heldout": 0.2}
     corpus = _corpus({**named, "tokenizer_path": str(tokenizer)})
-    assert next(corpus.batches(4, 32, 0))[0].shape == (4, 32)
+    assert next(corpus.batches)[0].shape == (4, 32)
     options = {"name": "sample-10BT", "split": "train", "revision": "abc", "streaming": True}
     assert asked == [(("HuggingFaceFW/fineweb-edu",), options)]
 
@@ -207,7 +209,10 @@ def test_without_a_network_the_error_names_what_to_give_instead(
     monkeypatch.setattr(datasets, "load_dataset", away)
     monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", away, raising=False)
     for source, message in (
-        ({"tokenizer_path": str(tokenizer)}, r"data\.dataset: 'a/b': cannot be read \(Couldn't .* Hub\); .*data\.path"),
+        (
+            {"tokenizer_path": str(tokenizer)},
+            r"data\.dataset: 'a/b': cannot be read \(Conn.*\); .*data\.path",
+        ),
         ({"tokenizer": "gpt2"}, r"data\.tokenizer: 'gpt2': cannot be loaded \(.*\); .*data\.tokenizer_path"),
     ):
         with pytest.raises(DataError, match=f"^{message}$"):
@@ -261,10 +266,10 @@ def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]
 def test_data_that_cannot_be_learned_from_is_an_error_of_one_line(tmp_path: Path, tokenizer: Path) -> None:
     for data, message in _bad(tmp_path, tokenizer):
         with pytest.raises(DataError, match=f"^{message}[^\n]*$"):
-            next(_corpus(data).batches(4, 32, 0))
+            next(_corpus(data).batches)
 
 
 def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path, tokenizer: Path) -> None:
     spec = DataSpec.model_validate(_data(documents, tokenizer))
     with pytest.raises(DataError, match=r"has 320 tokens, but the model was planned for 256: .*on all hosts$"):
-        load_tokens(spec, 256, 4, 32, SILENT)
+        load_tokens(spec, 256, 4, 32, 0, SILENT)
