@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,7 +37,7 @@ from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIE
 from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
 from jobs.training.optimizer import OptimizerSpec, check_warm_up
-from jobs.training.state import Run, first_steady
+from jobs.training.state import first_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS
 
@@ -224,7 +224,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """Train a model on retrieval, and ask it at each depth. Raises as Trainer.run, and WrongResult."""
     if case.threads is not None:
         torch.set_num_threads(case.threads)
-    device = case.torch_device
+    device, alphabet, steps = case.torch_device, case.task.alphabet, case.steps
     notes = Notes(beat, device, 0, 1)
     notes.note(BOOT)
     corpus = case.task.corpus(case.batch, case.seq_len, case.seed)
@@ -237,23 +237,34 @@ def measure(case: Case, beat: Beat) -> Measurement:
     recall = {depth: _recall(trainer, case, depth, beat) for depth in case.depths}
     beat("memory")
     peak = measure_peak(trainer.step, device, trainer.resident)
-    change, learned = loss_course(run.losses, math.log(case.task.alphabet))
+    change, learned = loss_course(run.losses, math.log(alphabet))
     if learned is None:
-        reporter(beat).warn(f"steps: {case.steps}: the task was not learned; give more steps, or another seed")
+        reporter(beat).warn(f"steps: {steps}: the task was not learned; give more steps, or another seed")
     elif abs(change) > case.converged_nat:
         text = f"the loss still changes by {change:.2g} nat/answer in the last tenth of the steps"
-        reporter(beat).warn(f"steps: {case.steps}: {text}, more than converged_nat; give more steps")
-    steady = [run.seconds[step] for step in run.steady_steps()]
-    method = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
+        reporter(beat).warn(f"steps: {steps}: {text}, more than converged_nat; give more steps")
+    steady, last = [run.seconds[step] for step in run.steady_steps()], max(1, len(run.losses) // 10)
+    timed = f"from the end of one step to that of the next, the first {first_steady(len(run.seconds))} left out"
+    asked = f"{case.questions} sequences a depth; the asked needle at the depth, the likeliest token counts"
+    bound = f"learned, and between the last two tenths of the steps the loss changes by {case.converged_nat:g} at most"
     metrics = [
-        *_recalls(recall, case),
-        *_losses(run, change, learned, case),
-        summarize(TIME, [1000 * s for s in steady], method),
-        summarize(THROUGHPUT, [case.tokens / s for s in steady], method),
+        Metric.of(RECALL, fmean(recall.values()), tuple(recall.values()), f"{asked}; samples: depths"),
+        Metric.of(RECALL_WORST, min(recall.values()), method=asked),
+        *(Metric.of(RECALL_AT.named(str(depth)), share, method=asked) for depth, share in recall.items()),
+        Metric.of(CHANCE, 100 / alphabet, method="one of the alphabet's values"),
+        Metric.of(CONVERGED, float(learned is not None and abs(change) <= case.converged_nat), method=bound),
+        Metric.of(LOSS_CHANGE, change, method="mean of the last tenth less that of the tenth before"),
+        Metric.of(ANSWER_LOSS, fmean(run.losses[-last:]), tuple(run.losses), f"mean of the last {last} steps"),
+        Metric.of(HELDOUT_ANSWER_LOSS, run.after, method="sequences of other seeds"),
+        summarize(TIME, [1000 * s for s in steady], timed),
+        summarize(THROUGHPUT, [case.tokens / s for s in steady], timed),
         *energy_per_token([trainer.energy.energy]),
         *peak.metrics(),
         *agreement.metrics(),
     ]
+    if learned is not None:
+        method = f"mean loss over a twentieth of the steps below {_LEARNED:g} of a guess's"
+        metrics.append(Metric.of(LEARNED_STEP, learned, method=method))
     about = {"corpus": corpus.about, "parameters": sum(p.numel() for p in trainer.model.parameters())}
     rows = [f"{case.implementation},{case.seq_len},{d},{case.questions},{share:.6g}" for d, share in recall.items()]
     table = "\n".join(["implementation,length,depth_percent,questions,recall_percent", *rows, ""])
@@ -284,29 +295,3 @@ def loss_course(losses: Sequence[float], guess: float) -> tuple[float, int | Non
     change = fmean(losses[-tenth:]) - fmean(losses[-2 * tenth : -tenth])
     ends = range(window, len(losses) + 1)
     return change, next((end for end in ends if fmean(losses[end - window : end]) < _LEARNED * guess), None)
-
-
-def _recalls(recall: Mapping[int, float], case: Case) -> list[Metric]:
-    method = f"{case.questions} sequences a depth; the asked needle at the depth, the likeliest token counts"
-    return [
-        Metric.of(RECALL, fmean(recall.values()), tuple(recall.values()), f"{method}; samples: depths"),
-        Metric.of(RECALL_WORST, min(recall.values()), method=method),
-        *(Metric.of(RECALL_AT.named(str(depth)), share, method=method) for depth, share in recall.items()),
-        Metric.of(CHANCE, 100 / case.task.alphabet, method="one of the alphabet's values"),
-    ]
-
-
-def _losses(run: Run, change: float, learned: int | None, case: Case) -> list[Metric]:
-    last = max(1, len(run.losses) // 10)
-    settled = learned is not None and abs(change) <= case.converged_nat
-    bound = f"learned, and between the last two tenths of the steps the loss changes by {case.converged_nat:g} at most"
-    metrics = [
-        Metric.of(CONVERGED, float(settled), method=bound),
-        Metric.of(LOSS_CHANGE, change, method="mean of the last tenth less that of the tenth before"),
-        Metric.of(ANSWER_LOSS, fmean(run.losses[-last:]), tuple(run.losses), f"mean of the last {last} steps"),
-        Metric.of(HELDOUT_ANSWER_LOSS, run.after, method="sequences of other seeds"),
-    ]
-    if learned is not None:
-        method = f"mean loss over a twentieth of the steps below {_LEARNED:g} of a guess's"
-        metrics.append(Metric.of(LEARNED_STEP, learned, method=method))
-    return metrics

@@ -121,10 +121,9 @@ def measure(case: Case, beat: Beat) -> Measurement:
     Times and losses are the first rank's; memory is that of the rank that holds the most.
 
     Raises:
-        RankFailed, WrongResult, Diverged, Ineffective, CheckpointError: as run_ranks.
         MemoryLimit: a rank held more memory than `limit_gb`.
         Suspended: SIGTERM came before the end.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        Others: as run_ranks.
     """
     there, restarts = reporter(beat).surroundings, 0
     with noting_sigterm() as stop:

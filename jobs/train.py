@@ -130,13 +130,6 @@ class TrainingSpec(JobSpec):
             )
         return self
 
-    @property
-    def layout(self) -> Layout:
-        """Division of a step's batch over ranks and passes."""
-        micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
-        settings = (self.parallel, self.gradient_compression, self.bucket_mb)
-        return Layout(micro_batch, self.ranks, accumulation, *settings)
-
     def paths(self) -> Mapping[str, Path]:
         paths = {"data.path": self.data.path, "data.tokenizer_path": self.data.tokenizer_path}
         return {field: path for field, path in paths.items() if path is not None}
@@ -158,6 +151,8 @@ class TrainingSpec(JobSpec):
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
         base, backend = PRESETS[self.preset], self.backend
+        micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
+        exchange = (self.parallel, self.gradient_compression, self.bucket_mb)
         if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
             backend = default(torch.device(machine.device), getattr(torch, self.precision), reasons=reasons)
         model = replace(
@@ -179,7 +174,7 @@ class TrainingSpec(JobSpec):
             compile=self.compile,
             cuda_graphs=self.cuda_graphs,
             optimizer=self.optimizer,
-            layout=self.layout,
+            layout=Layout(micro_batch, self.ranks, accumulation, *exchange),
             data=self.data,
             plan=self.plan,
             checkpoints=self.checkpoints,
@@ -246,12 +241,8 @@ def trained(case: Case, beat: Beat) -> list[RankReport]:
     Raises:
         DataError: there is no such text, or too little.
         WrongResult: the attention disagrees with the oracle.
-        Diverged: a loss became infinite or NaN.
-        Stopped: SIGTERM came before the last step.
-        Ineffective: checkpointing or CUDA graphs are set but did not happen.
         RankFailed: one of several ranks failed.
-        CheckpointError: the checkpoints of earlier attempts cannot be read.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+        Others: as Trainer.run; where memory ran out, torch.OutOfMemoryError (device) or RuntimeError (host).
     """
     with noting_sigterm() as stop:
         if case.layout.ranks > 1:

@@ -54,21 +54,16 @@ _ENDS: dict[str, type[Exception]] = {  # exceptions of a rank that are raised he
 
 
 def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankReport]:
-    """Train a case on its ranks; returns their reports, by rank.
+    """Train a case on its ranks; returns their reports, by rank. Once `stop` is set, the ranks are asked to end.
 
     Ranks of which one died are started again together, as often as the case says, and go on from the last
     checkpoint; `training.restarts` of the environment is how often. A launcher's own restarts would also repeat a
     training that diverged.
 
-    Args:
-        beat: gets the progress of the slowest rank.
-        stop: once set, the ranks are asked to end, and are not started again.
-
     Raises:
         RankFailed: a rank ended; the others were killed. Caused by a MemoryError if memory ran out.
         Stopped: `stop` was set before the end; Suspended if the training can go on.
-        DataError, WrongResult, Diverged, Ineffective, MemoryLimit, CheckpointError: as train_rank, where a rank raised
-            it.
+        Others: as train_rank, where a rank raised them.
     """
     report, ranks, restarts = reporter(beat), case.layout.ranks, 0
     there = report.surroundings

@@ -81,9 +81,11 @@ class Trainer:
 
     @property
     def resident(self) -> int:
-        """Bytes of this rank's weights and optimizer state, and of gradients that stay between steps."""
+        """Bytes of this rank's weights and optimizer state, and of DDP's gradient buckets, which stay between steps."""
+        weights: list[Tensor] = list(self.model.parameters())
         state = [t for s in self.state.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-        return self._parallel.resident + tensor_bytes([local(t) for t in state])
+        buckets = 0 if self._parallel.ddp is None else tensor_bytes(weights)
+        return tensor_bytes([local(t) for t in (*weights, *self.model.buffers(), *state)]) + buckets
 
     @property
     def complete(self) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.measure.memory import graph_memory, tensor_bytes
+from jobs.measure.memory import graph_memory
 from jobs.training.case import Layout
 from jobs.training.errors import Ineffective
 from nsa_core.model import NSATransformer
@@ -46,7 +46,7 @@ class ParallelModel:
         self.model, self.layout = model, layout
         self.marks: list[Any] = []
         self._device, self._cuda_graphs = device, cuda_graphs
-        self._ddp: DistributedDataParallel | None = None
+        self.ddp: DistributedDataParallel | None = None
         self._replica: Replica | None = None
         self._sharded: Any = None  # the model under FSDP2
         options = _OPTIONS | ({"triton.cudagraphs": True} if cuda_graphs else {})
@@ -60,15 +60,15 @@ class ParallelModel:
             self._shard(compiled)
             self.loss_of = model
         elif layout.parallel == "replicate":
-            self._replica = self.loss_of = Replica(model, layout.ranks, self._mark_ready, compile_if_asked)
+            self._replica = self.loss_of = Replica(model, layout.ranks, device, self.marks, compile_if_asked)
         else:
-            self._ddp = self.loss_of = DistributedDataParallel(
+            self.ddp = self.loss_of = DistributedDataParallel(
                 compile_if_asked(model),
                 device_ids=[device.index] if device.type == "cuda" else None,
                 bucket_cap_mb=layout.bucket_mb,
                 gradient_as_bucket_view=True,
             )
-            self._ddp.register_comm_hook(dist.group.WORLD, self._sum_bucket)
+            self.ddp.register_comm_hook(dist.group.WORLD, self._sum_bucket)
 
     def _shard(self, compiled: bool) -> None:
         """Shard each block and then the rest. Autocast keeps choosing dtypes, so that results are those of one rank."""
@@ -86,7 +86,7 @@ class ParallelModel:
     # A hook of DDP, which refuses annotations that are texts.
     def _sum_bucket(self, state, bucket):
         if bucket.is_last():
-            self._mark_ready()
+            self.marks[1:] = [mark(self._device)]
         if self.layout.gradient_compression == "bf16":
             return default_hooks.bf16_compress_hook(state, bucket)
         if dist.get_backend() != "nccl":  # gloo cannot average
@@ -94,16 +94,6 @@ class ParallelModel:
         # NCCL averages on the way; PyTorch's hook divides the gradients in a pass of its own before.
         work: Any = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.AVG, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
-
-    def _mark_ready(self) -> None:
-        self.marks[1:] = [mark(self._device)]
-
-    @property
-    def resident(self) -> int:
-        """Bytes of this rank's weights and of DDP's gradient buckets, which stay between steps."""
-        weights = [*self.model.parameters(), *self.model.buffers()]
-        buckets = tensor_bytes(list(self.model.parameters())) if self._ddp is not None else 0
-        return tensor_bytes([local(tensor) for tensor in weights]) + buckets
 
     def check_effective(self) -> None:
         """Raise Ineffective if the model that was trained did not do what was asked for."""
@@ -114,8 +104,8 @@ class ParallelModel:
 
     def gathering(self, last: bool) -> AbstractContextManager[object]:
         """Context of one micro-batch's passes: only the step's last one sums gradients over the ranks."""
-        if self._ddp is not None and not last:
-            return self._ddp.no_sync()
+        if self.ddp is not None and not last:
+            return self.ddp.no_sync()
         if self._replica is not None and last:
             return self._replica.averaged()
         if self._sharded is not None:
@@ -137,7 +127,7 @@ class Replica:
     while the first blocks' are computed. The weights are the first rank's from the start.
 
     Args:
-        ready: called when the last gradients are ready to be averaged.
+        marks: of ParallelModel; gets the second when the last gradients are ready to be averaged.
         compiled: compiles a part of the pass, or gives it back as it is.
     """
 
@@ -145,7 +135,8 @@ class Replica:
         self,
         model: NSATransformer,
         ranks: int,
-        ready: Callable[[], None],
+        device: torch.device,
+        marks: list[Any],
         compiled: Callable[[Any], Callable[..., Tensor]],
     ) -> None:
         depth = max(1, len(model.blocks) // _SHARE)
@@ -154,7 +145,7 @@ class Replica:
         lower = {id(weight) for part in (model.embedding, *model.blocks[:depth]) for weight in part.parameters()}
         self._first = [weight for weight in model.parameters() if id(weight) in lower]  # a tied head is the embedding
         self._later = [weight for weight in model.parameters() if id(weight) not in lower]
-        self._ranks, self._ready = ranks, ready
+        self._ranks, self._device, self._marks = ranks, device, marks
         self._averages = dist.get_backend() == "nccl"  # on the way, which gloo cannot
         self._averaging = False
         self._under_way: list[Any] = []
@@ -177,7 +168,7 @@ class Replica:
             yield
         finally:
             self._averaging = False
-        self._ready()
+        self._marks[1:] = [mark(self._device)]
         self._start(self._first)
         for work in self._under_way:
             work.wait()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import threading
 import time
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,19 +30,16 @@ from jobs.process.messages import LONGEST_TEXT, Outbox, RankFailure, RankProcess
 from jobs.process.reporter import ProcessReporter
 from jobs.process.worker import end_with_parent
 from jobs.schema.launcher import Rank
-from jobs.schema.point import Beat, Metric, Surroundings, reporter
+from jobs.schema.point import Beat, Metric, Surroundings
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.training.case import TextCase
-from jobs.training.checkpoints.folder import CheckpointError, CheckpointReport
-from jobs.training.data.corpus import Corpus, load_bytes
+from jobs.training.checkpoints.folder import CheckpointReport
+from jobs.training.data.corpus import load_bytes
 from jobs.training.data.token_corpus import load_tokens
 from jobs.training.errors import noting_sigterm
 from jobs.training.loop import Trainer
 from jobs.training.soak import SoakHistory, SoakWatch
 from jobs.training.state import Run
-
-if TYPE_CHECKING:
-    from jobs.training.checkpoints.saving import Checkpoints
 
 T = TypeVar("T")
 
@@ -79,14 +74,7 @@ class RankReport:
 
 
 def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop: threading.Event) -> RankReport:
-    """Train as one of the case's ranks.
-
-    Raises:
-        DataError: there is no such text, or too little.
-        WrongResult: the attention disagrees with the oracle.
-        Diverged, Stopped, Ineffective, MemoryLimit, CheckpointError: as Trainer.run.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
-    """
+    """Train as one of the case's ranks. Raises as Trainer.run, and DataError or WrongResult (of the attention)."""
     if case.threads is not None:
         torch.set_num_threads(case.threads)
     notes = Notes(beat, device, rank, case.layout.ranks)
@@ -99,17 +87,20 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
         corpus = load_bytes(case.data, *size)
     notes.note(LOADER)
     gpu = None if device.index is None else next(iter(nvml.visible_gpus()[device.index :]), None)  # NVML's id
-    watch = None
-    if case.soak is not None:
-        watch = SoakWatch(case.soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
+    soak = case.soak
+    watch = soak and SoakWatch(soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
     trainer = Trainer(case, corpus, device, rank, watch, notes)
     beat("check")
     settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
     agreement = check_attention(*settings, backward=True, seed=case.seed)
     beat("heldout loss before")
     # The supervisor samples the GPU of a single rank, and a soak's watch looks itself.
-    telemetry = Telemetry([gpu] if gpu is not None and case.soak is None and case.layout.ranks > 1 else [])
-    checkpoints = _new_checkpoints(case, corpus, device, rank, beat)
+    telemetry = Telemetry([gpu] if gpu is not None and soak is None and case.layout.ranks > 1 else [])
+    checkpoints = None
+    if case.checkpoints is not None:
+        from jobs.training.checkpoints.saving import Checkpoints  # long to import: a second of the processor
+
+        checkpoints = Checkpoints(case, case.checkpoints, corpus.about, rank, device, beat)
     try:
         run = trainer.run(beat, stop, telemetry, checkpoints)
     finally:
@@ -129,12 +120,13 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
         "launcher": "none",  # run_ranks knows what started several ranks
         "ranks": asdict(case.layout),
     }
-    history = None if checkpoints is None else checkpoints.report
-    if history is not None:
-        told = {"folder": history.folder, "kept": history.kept, "failures": history.failures}
-        training["checkpoints"] = told | {"damaged": history.damaged}
+    if checkpoints is not None:
+        told = ("folder", "kept", "failures", "damaged")
+        training["checkpoints"] = {name: getattr(checkpoints.report, name) for name in told}
         training |= {"resumed_from": run.begun[1:], "steps_of_other_code": run.foreign}
-    report = RankReport(
+    if case.cuda_graphs:
+        torch.compiler.reset()  # frees their memory, which the process's next point would find taken
+    return RankReport(
         run=run,
         peak=peak,
         agreement=agreement,
@@ -143,26 +135,9 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
         gpu=trainer.gpu,
         state=state,
         energy=trainer.energy.energy,
-        checkpoints=history,
+        checkpoints=checkpoints and checkpoints.report,
         topology=host,
     )
-    if case.cuda_graphs:
-        torch.compiler.reset()  # frees their memory, which the process's next point would find taken
-    return report
-
-
-def _new_checkpoints(case: TextCase, corpus: Corpus, device: torch.device, rank: int, beat: Beat) -> Checkpoints | None:
-    """The checkpoints of a case, if any. Called by all ranks. Raises CheckpointError without a place for them."""
-    if case.checkpoints is None:
-        return None
-    there = reporter(beat).surroundings
-    if there.checkpoints is None:
-        raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
-    from jobs.training.checkpoints.saving import Checkpoints  # PyTorch's are long to import: a second of the processor
-
-    text = hashlib.sha256(json.dumps(corpus.about, sort_keys=True).encode()).hexdigest()
-    training = (there.checkpoints, there.key, text, case.last_step, rank, case.layout.ranks)
-    return Checkpoints(case.checkpoints, *training, device, beat)
 
 
 def missing_variables() -> dict[str, str]:

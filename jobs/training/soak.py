@@ -102,13 +102,8 @@ class SoakHistory:
 
 
 class SoakWatch:
-    """Writes the steps of one process of a soak into the history of all of them.
-
-    Args:
-        history: of the processes before; the watch goes on with it.
-        device: of this rank, whose memory is watched: reserved by PyTorch's allocator on a GPU, else resident.
-        utilization: of this rank's GPU [%]; None if it is unknown.
-    """
+    """Writes the steps of one process of a soak into the history of all of them, with this rank's memory: reserved by
+    PyTorch's allocator on a GPU, else resident; and `utilization` of its GPU [%], if known."""
 
     def __init__(
         self,
@@ -123,13 +118,12 @@ class SoakWatch:
         self.over = False  # whether the piece's time is over; equal on all ranks
         self._device, self._rank, self._utilization = device, rank, utilization
         self._report = reporter(beat)
-        self._checkpoints = 0
-        self.begin(0)
+        self._process, self._begun_s, self._looked_s, self._checkpoints = 0, 0.0, 0.0, 0
 
     def begin(self, process: int) -> None:
         """Begin the piece of process number `process`, once the history has been loaded."""
-        self._process = process
-        self._begun_s = self._looked_s = self.history.elapsed_s
+        self._process, self._begun_s = process, self.history.elapsed_s
+        self._looked_s = self._begun_s
 
     def note_checkpoint(self) -> None:
         """Note that this process begins a checkpoint, whose buffers stay whether or not it is saved.
@@ -142,12 +136,9 @@ class SoakWatch:
         self._checkpoints += 1
 
     def add(self, step: int, loss: float, seconds: float, agreed_s: float, compute_ms: float | None = None) -> None:
-        """Add a step, numbered from 1. Raises MemoryLimit if this rank holds more than the plan allows.
+        """Add a step, numbered from 1; `agreed_s` are seconds of training up to it, equal on all ranks.
 
-        Args:
-            loss: [nat/byte].
-            agreed_s: seconds of training up to it, equal on all ranks.
-            compute_ms: this rank's own compute time; None if unknown.
+        Raises MemoryLimit if this rank holds more than the plan allows.
         """
         history, plan = self.history, self.plan
         last = history.intervals[-1] if history.intervals else None
@@ -178,8 +169,8 @@ class SoakWatch:
         history, plan = self.history, self.plan
         since, self._looked_s = self._looked_s, history.elapsed_s
         allocated, reserved, driver, resident = _memory(self._device)
-        last.allocated, last.reserved = (max(last.allocated, allocated), max(last.reserved, reserved))
-        last.driver, last.resident = (max(last.driver, driver), max(last.resident, resident))
+        last.allocated, last.reserved = max(last.allocated, allocated), max(last.reserved, reserved)
+        last.driver, last.resident = max(last.driver, driver), max(last.resident, resident)
         if (busy := self._utilization()) is not None:
             last.busy += busy
             last.looks += 1
@@ -188,12 +179,13 @@ class SoakWatch:
         self._report.sample(last.end_step, series, self._rank)
         if held <= plan.alert_gb * GB:
             return
-        settled = history.settled(plan)
-        before = f"; after the first warm-up it held {settled[0].held / GB:.3g} GB" if settled else ""
-        bound = f"limit_gb: {plan.limit_gb:g}" if held > plan.limit_gb * GB else f"alert_gb: {plan.alert_gb:g}"
+        over = held > plan.limit_gb * GB
+        bound = f"limit_gb: {plan.limit_gb:g}" if over else f"alert_gb: {plan.alert_gb:g}"
         after = f"after {history.elapsed_s / 60:.3g} min and {last.end_step:,} steps, in process {self._process + 1}"
-        text = f"rank {self._rank} holds {held / GB:.4g} GB, more than {bound}, {after}{before}"
-        if held > plan.limit_gb * GB:
+        text = f"rank {self._rank} holds {held / GB:.4g} GB, more than {bound}, {after}"
+        if settled := history.settled(plan):
+            text += f"; after the first warm-up it held {settled[0].held / GB:.3g} GB"
+        if over:
             raise MemoryLimit(text)
         if history.alert_s == 0:
             self._report.warn(text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import math
 import socket
 import time
@@ -26,7 +28,7 @@ from jobs.measure.clock import synchronize
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
-from jobs.training.case import CheckpointSpec
+from jobs.training.case import CheckpointSpec, TextCase
 from jobs.training.checkpoints.folder import (
     MANIFEST,
     OPTIONS,
@@ -95,38 +97,23 @@ def check_reach(folder: CheckpointFolder, exchange: Exchange) -> None:
 class Checkpoints:
     """The checkpoints of one training, on each of its ranks; the ranks call each method together.
 
-    A checkpoint that cannot be saved costs only itself; ranks agree on whether it was.
-
-    Args:
-        url, key: of the point (jobs.schema.point.Surroundings).
-        text: digest of the text that is learned.
-        steps: of the whole training; ENDLESS for a soak.
-
-    Raises:
-        CheckpointError: the URL cannot be used, or is another folder on some rank's host.
+    A checkpoint that cannot be saved costs only itself; ranks agree on whether it was. `text` describes what is
+    learned. Raises CheckpointError if there is no place for them, or another one on some rank's host.
     """
 
     def __init__(
-        self,
-        spec: CheckpointSpec,
-        url: str,
-        key: str,
-        text: str,
-        steps: int,
-        rank: int,
-        ranks: int,
-        device: torch.device,
-        beat: Beat,
+        self, case: TextCase, spec: CheckpointSpec, text: Mapping[str, Any], rank: int, device: torch.device, beat: Beat
     ) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is, on one rank
-        self.report = CheckpointReport(url)  # complete on the first rank
+        self.spec, self._case, self._device, self._beat = spec, case, device, reporter(beat)
+        there = self._beat.surroundings
+        if there.checkpoints is None:
+            raise CheckpointError("checkpoints: there is no artifact store to keep them in; set NSA_ARTIFACT_STORE")
+        self.report = CheckpointReport(there.checkpoints)  # complete on the first rank
         self.latest: int | None = None  # step of the newest complete checkpoint
-        self.spec = spec
-        self._folder = CheckpointFolder(url)
-        self._key, self._text, self._steps = key, text, steps
-        self._exchange = exchange = Exchange(rank, ranks)
-        self._device = device
-        self._beat = reporter(beat)
+        self._folder, self._key = CheckpointFolder(there.checkpoints), there.key
+        self._text = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+        self._exchange = exchange = Exchange(rank, case.layout.ranks)
         self._number = 0  # of the last checkpoint that was begun
         self._first = 1  # number of the first one of this training
         self._damaged: set[str] = set()
@@ -174,19 +161,9 @@ class Checkpoints:
         begun = time.perf_counter()
         self.settle()
         self._number += 1
-        manifest = Manifest(
-            number=self._number,
-            first=self._first,
-            step=state.step,
-            steps=self._steps,
-            ranks=self._exchange.ranks,
-            key=self._key,
-            heldout=heldout,
-            begun=tuple(run.begun),
-            foreign=run.foreign,
-            route=dict(route),
-            text=self._text,
-        )
+        place = {"number": self._number, "first": self._first, "step": state.step, "steps": self._case.last_step}
+        past = {"begun": tuple(run.begun), "foreign": run.foreign, "route": dict(route), "heldout": heldout}
+        manifest = Manifest(**place, **past, ranks=self._exchange.ranks, key=self._key, text=self._text)
         writer = Writer(self._folder, manifest, self._wrote)
         options: dict[str, Any] = {"storage_writer": writer, "process_group": self._exchange.group}
         if self.spec.asynchronous:
@@ -264,7 +241,7 @@ class Checkpoints:
         set_state_dict(
             state.model, state.optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"]
         )
-        progress = unpacked(content["progress"])
+        progress = torch.load(io.BytesIO(content["progress"]), weights_only=True)
         state.batches.load_state_dict(progress["batches"])
         state.step = manifest.step
         run.before, run.losses = progress["before"], progress["losses"].tolist()
@@ -274,7 +251,7 @@ class Checkpoints:
         if not same:
             run.compute_ms = [math.nan] * manifest.step
             return
-        own = unpacked(content["ranks"][rank])
+        own = torch.load(io.BytesIO(content["ranks"][rank]), weights_only=True)
         run.compute_ms = own["compute_ms"].tolist()
         torch.set_rng_state(own["generators"]["cpu"])
         if self._device.type == "cuda":
@@ -331,11 +308,6 @@ def packed(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Value that `packed` took. Unpickles tensors and plain values only."""
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _cause(err: BaseException) -> str:

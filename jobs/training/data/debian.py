@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -70,8 +70,9 @@ def text_of(path: Path) -> str | None:
 
 def documents(folder: Path) -> Iterator[str]:
     """Documents of an unpacked package, up to MOST bytes: a sample that depends on the files' names alone."""
+    paths = {hashlib.sha256(str(path.relative_to(folder)).encode()).digest(): path for path in folder.rglob("*")}
     size = 0
-    for path in sorted(folder.rglob("*"), key=lambda path: _digest(str(path.relative_to(folder)))):
+    for _, path in sorted(paths.items()):
         if size >= MOST:
             return
         if path.is_symlink() or not path.is_file() or "_sources" in path.parts:  # of pages that are there as HTML
@@ -80,14 +81,6 @@ def documents(folder: Path) -> Iterator[str]:
         if text is not None and SHORTEST <= len(text) <= LONGEST:
             size += len(text.encode())
             yield text
-
-
-def by_digest(texts: Iterable[str]) -> dict[str, str]:
-    return {_digest(text): text for text in texts}
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _unpack(package: str, folder: Path) -> str:
@@ -100,13 +93,14 @@ def _unpack(package: str, folder: Path) -> str:
     return archive.stem.split("_")[1]
 
 
-def write(texts: dict[str, str], out: Path) -> None:
-    """Write documents, by their digests, and a tokenizer trained on all of them, into a new folder."""
+def write(texts: Sequence[str], out: Path) -> None:
+    """Write documents, all different, and a tokenizer trained on all of them, into a new folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     (out / "text").mkdir(parents=True)  # apart: a folder of documents has nothing else
+    by_digest = {hashlib.sha256(text.encode()).hexdigest(): text for text in texts}
     for shard in range(SHARDS):
-        mine = [texts[digest] for digest in sorted(texts) if int(digest[-4:], 16) % SHARDS == shard]
+        mine = [by_digest[digest] for digest in sorted(by_digest) if int(digest[-4:], 16) % SHARDS == shard]
         lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in mine)
         (out / "text" / f"{shard:02}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
     tokenizer = Tokenizer(models.BPE())
@@ -114,21 +108,22 @@ def write(texts: dict[str, str], out: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts.values(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(out / "tokenizer.json"))
 
 
 def main(out: Path) -> None:
-    texts, versions = {}, []
+    texts: dict[str, None] = {}  # all different, in order
+    versions = []
     for package in DOCUMENTATION + SOURCES:
         with tempfile.TemporaryDirectory() as folder:
             version = _unpack(package, Path(folder))
-            found = by_digest(documents(Path(folder)))
-        size = sum(len(text.encode()) for text in found.values())
+            found = dict.fromkeys(documents(Path(folder)))
+        size = sum(len(text.encode()) for text in found)
         versions.append(f"{package} {version}: {len(found)} documents, {size / 1e6:.1f} MB")
         print(versions[-1], flush=True)
         texts |= found
-    write(texts, out)
+    write([*texts], out)
     (out / "SOURCES.txt").write_text("\n".join(versions) + "\n")
 
 

@@ -139,8 +139,6 @@ def open_dataset(spec: DataSpec) -> Any:
             reader, names = files.popitem()
             options = {"split": "train", "streaming": True, **_OPTIONS[reader]}
             dataset = datasets.load_dataset(reader, data_files=names, **options)
-        if dataset.column_names is not None:
-            _check_field(spec, dataset.column_names)
     return dataset
 
 
@@ -166,18 +164,14 @@ def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, bool]]:
     field = spec.text_field
     with _reading(spec):
         for document in dataset:
-            _check_field(spec, document)
+            if field not in document:
+                fields = ", ".join(map(repr, document))
+                raise DataError(f"data.text_field: {field!r}: no field of the documents; use one of {fields}")
             text = document[field] or ""
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"data.text_field: {field!r}: is {kind} in a document; name a field of text")
             yield text, is_heldout(hashlib.sha256(text.encode()).digest(), spec.heldout)
-
-
-def _check_field(spec: DataSpec, names: Any) -> None:
-    if spec.text_field not in names:
-        fields = ", ".join(map(repr, names))
-        raise DataError(f"data.text_field: {spec.text_field!r}: no field of the documents; use one of {fields}")
 
 
 @contextmanager

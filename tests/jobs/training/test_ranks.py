@@ -87,7 +87,7 @@ def test_several_ranks_are_an_axis_and_get_a_gpu_or_a_share_of_the_cores_each(te
     assert point.axes.more["ranks"] == 2
     assert "2 ranks ddp" in point.label
     assert travelled(point).threads == 2
-    assert spec.layout.accumulation == 2
+    assert travelled(point).layout.accumulation == 2
     assert _spec(text, **two, device="cuda").resources.num_gpus == 2
     assert _spec(text, **two, device="cuda").model_dump()["ranks"] == 2
 
