@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from jobs import train
-from jobs.diagnosis.advice import Diagnosis, advise
+from jobs.diagnosis.advice import Diagnosis, advise, describe
 from jobs.diagnosis.rank_state import PHASES
-from jobs.diagnosis.text import describe
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Measurement, Metric, reporter
 from jobs.schema.quantities import Better, Quantity, Role

@@ -1,13 +1,15 @@
-"""Advice: what is wrong with a training or its host, each with its fix."""
+"""Advice: what is wrong with a training or its host, each with its fix; and all that is known of it, as Markdown, in
+which names, versions and values are text alone, or as text on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from jobs.diagnosis.rank_state import FIRST_STEP, NOW, Memory, RankState
+from jobs.diagnosis.rank_state import FIRST_STEP, NOW, PHASES, Memory, RankState
 from jobs.hardware.topology import NVLINK, Topology, members
+from jobs.schema.plain_text import for_file
 from nsa_core.backends import BACKENDS, TORCH, untested
 
 # Bounds of the rules `utilisation` and `rank-imbalance`, and of the memory that a card should keep free.
@@ -26,6 +28,9 @@ _VARIABLES = {
     "NCCL_BLOCKING_WAIT": "the host waits for every collective",
     "TORCH_CUDA_SANITIZER": "every access is checked",
 }
+
+Shown = Callable[..., str]
+"""Function that makes a string plain text where it is read: `for_file` for Markdown, `in_a_line` for a terminal."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +136,64 @@ def _rank(rank: RankState, busy: float) -> Iterator[Advice]:
 def imbalance(compute: Mapping[int, float]) -> float | None:
     """By how much the slowest rank's compute time is above the mean [%]; None of a single rank."""
     return 100 * (max(compute.values()) / fmean(compute.values()) - 1) if len(compute) > 1 else None
+
+
+def describe(found: Diagnosis, advice: Sequence[Advice], shown: Shown = for_file) -> str:
+    """Warnings first, then memory, routes, hosts and versions."""
+    lines = ["## Warnings\n", *([f"- {shown(f'{each.what}; {each.fix}')}" for each in advice] or ["none"]), ""]
+    if found.ranks:
+        lines += [*_ranks(found, shown), ""]
+    for host in found.hosts:
+        lines += [f"## Host {shown(host.host)}\n", *(f"- {shown(fact)}" for fact in _facts(host)), ""]
+    lines.append("## Environment variables\n")
+    if found.variables is None:
+        lines.append("unknown: no process of the training was read on this host")
+    else:
+        variables = [f"- {shown(f'{name}={value}')}" for name, value in sorted(found.variables.items())]
+        lines += variables or ["none of PyTorch, CUDA, NCCL or their libraries is set"]
+    return "\n".join(lines) + "\n"
+
+
+def _ranks(found: Diagnosis, shown: Shown) -> list[str]:
+    """Tables of the ranks' memory, and of where and how they run; their versions."""
+    gpu, memories, places = any(rank.gpu for rank in found.ranks), [], []
+    for rank in found.ranks:
+        cells = []
+        for phase in PHASES:
+            memory = rank.memory.get(phase, Memory(None))
+            numbers = (memory.allocated, memory.reserved, memory.resident) if gpu else (memory.resident,)
+            sizes = ["-" if size is None else f"{size:,.0f}" for size in numbers]
+            cells.append(" / ".join(sizes) if phase in rank.memory else "-")
+        memories.append([str(rank.rank), *cells])
+        busy = f"{found.utilization[rank.rank]:.0f} %" if rank.rank in found.utilization else "-"
+        route = ", ".join(f"{branch}: {kernel}" for branch, kernel in rank.route.items()) or "-"
+        place = [rank.host, str(rank.pid), rank.gpu or "-", rank.cores or "-", str(rank.threads)]
+        places.append([str(rank.rank), *place, busy, route])
+    lines = []
+    for title, columns, rows in (
+        (f"Memory [MiB]: {'most allocated / reserved / resident' if gpu else 'resident'}", PHASES.values(), memories),
+        ("Ranks", ("host", "pid", "GPU", "cores", "threads", "busy", "route"), places),
+    ):
+        cells = [["rank", *columns], ["---"] * (1 + len(columns)), *([shown(cell) for cell in row] for row in rows)]
+        lines += [f"## {title}\n", *(f"| {' | '.join(line)} |" for line in cells), ""]
+    lines.pop()
+    if found.imbalance is not None:
+        lines.append(f"\nThe slowest rank computes {found.imbalance:.1f} % longer than the mean.")
+    versions = dict.fromkeys(f"{name} {version}" for rank in found.ranks for name, version in rank.versions.items())
+    return [*lines, f"\nVersions: {shown(', '.join(versions)) or 'unknown'}"]
+
+
+def _facts(host: Topology) -> Iterator[str]:
+    yield f"{host.cpu}, cores {host.cores or 'unknown'}, {host.memory_mib:,.0f} MiB of memory left"
+    yield f"NUMA: {'; '.join(f'node {node}: cores {cores}' for node, cores in host.numa.items()) or 'unknown'}"
+    if host.problem or not host.gpus:
+        yield f"no GPUs: {host.problem}" if host.problem else "no GPU is visible"
+    else:
+        yield f"driver {host.driver or 'unknown'}"
+    for gpu in host.gpus:
+        node = "unknown" if gpu.numa is None else str(gpu.numa)
+        used = "unknown" if gpu.used_mib is None else f"{gpu.used_mib:,.0f} of {gpu.memory_mib or 0:,.0f} MiB used"
+        yield f"GPU {gpu.id}: {gpu.name}, {gpu.uuid}, NUMA node {node}, {used}"
+    names = {gpu.uuid: gpu.id for gpu in host.gpus}
+    for (a, b), way in host.links.items():
+        yield f"GPU {names[a]} to GPU {names[b]}: {way}"

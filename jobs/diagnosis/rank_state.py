@@ -58,9 +58,6 @@ class RankState:
     versions: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, Memory] = field(default_factory=dict)  # by phase (PHASES)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
-
     @classmethod
     def from_json(cls, text: str) -> RankState | None:
         """The state in a file's text; None if it is torn, or was written by other code."""
@@ -104,8 +101,10 @@ class Notes:
         self.memory[phase] = Memory(round(resident_bytes() / 2**20, 1), *gpu)
 
     def first_step(self, step: int, route: Mapping[str, str]) -> None:
+        """Note the memory, and keep the state."""
         self.note(FIRST_STEP)
-        reporter(self.beat).keep(f"rank{self.rank}.json", self.state(step, route).to_json())
+        text = json.dumps(asdict(self.state(step, route)), separators=(",", ":"))
+        reporter(self.beat).keep(f"rank{self.rank}.json", text)
 
     def state(self, step: int, route: Mapping[str, str]) -> RankState:
         pid, gpu = os.getpid(), ""

@@ -27,9 +27,8 @@ from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 
 if TYPE_CHECKING:
-    from jobs.diagnosis.advice import Diagnosis
+    from jobs.diagnosis.advice import Diagnosis, Shown
     from jobs.diagnosis.rank_state import RankState
-    from jobs.diagnosis.text import Shown
 
 _STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
 _RECENT = timedelta(seconds=60)
@@ -53,8 +52,7 @@ def give_way() -> None:
 
 def this_host() -> str:
     """Diagnosis of this host, as text on a terminal, else as Markdown."""
-    from jobs.diagnosis.advice import Diagnosis, advise
-    from jobs.diagnosis.text import describe
+    from jobs.diagnosis.advice import Diagnosis, advise, describe
     from jobs.hardware.environment import steering
     from jobs.hardware.topology import topology
 
@@ -101,8 +99,7 @@ def _shown() -> Shown:
 
 
 def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
-    from jobs.diagnosis.advice import Advice, Diagnosis, advise, imbalance
-    from jobs.diagnosis.text import describe
+    from jobs.diagnosis.advice import Advice, Diagnosis, advise, describe, imbalance
 
     attempt, run_id, number = int(row["running"]), row["run_id"], int(row["number"])
     recent = queries.series(store, row["point_id"], attempt=attempt, since=datetime.now(UTC) - _RECENT)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,9 @@ def _store(url: str, states: list[RankState], names: list[str] | None = None) ->
     with Store.open(url) as store:
         for place, state in enumerate(states):
             name = names[place] if names else f"rank{state.rank}.json"
-            file = rec.ArtifactData(name=name, path=f"2/{name}", size=9, sha256="0" * 64, content=state.to_json())
+            file = rec.ArtifactData(
+                name=name, path=f"2/{name}", size=9, sha256="0" * 64, content=json.dumps(asdict(state))
+            )
             store.apply_many([rec.ArtifactRecord(run_id=HALF, point_id=POINT, attempt=1, artifact=file)])
             own = {"training_memory": ("MiB", 404.0 + state.rank), "rank_compute_time": ("ms", 10.0 + 10 * state.rank)}
             for series, (unit, value) in own.items():
