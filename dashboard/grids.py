@@ -11,7 +11,7 @@ import streamlit as st
 from dashboard import parts
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import Quantities, Role, heading, in_words
+from jobs.schema.quantities import Quantities, Role, in_words
 from jobs.schema.states import Origin, again_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import length_label
@@ -53,7 +53,8 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
     measured = {
         (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
     }
-    shown = {heading(q.legend): q.name for q in quantities if q.role is Role.HEADLINE and q.name in stored}
+    headlines = [quantity for quantity in quantities if quantity.role is Role.HEADLINE and quantity.name in stored]
+    shown = {each.legend[:1].upper() + each.legend[1:]: each.name for each in headlines}
     own = {in_words(name.removeprefix(MORE)): name for name in more_columns(frame.columns)}
     cells = [
         {

@@ -153,45 +153,22 @@ class Spec(JobSpec):
 
     @model_validator(mode="after")
     def _check_work(self) -> Self:
-        """Refuse what would change nothing, and what would be measured twice."""
+        """Refuse what would change nothing, and what would be measured twice; a search's size has its seconds."""
         branches = {branch for case in self.cases for branch in case.branches}
         for name in self.implementations:
             if not any(computes(name, branch) for branch in branches):
                 raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
-        learned = self.nsa.cmp_block if self.nsa and self.nsa.compress == "mlp" else 0  # tokens compressed into one
-        for number, case in enumerate(self.cases if learned else ()):
-            if "slc" in case.branches:
-                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
-            if min(case.lengths) < learned and {"all", "cmp"} & set(case.branches):
-                raise ValueError(
-                    f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
-                    f"use at least nsa.cmp_block = {learned}"
-                )
         refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
-        largest = [(max(case.layers), max(case.lengths)) for case in self.cases]
-        if (drill := self.drill) and not any(a >= drill.hang_in_layer and b >= drill.from_length for a, b in largest):
-            raise ValueError(
-                f"drill.hang_in_layer: {drill.hang_in_layer}: no case has such a layer at {drill.from_length} tokens; "
-                "use one that a case has"
-            )
         seen: set[str] = set()
         for case in self.cases:
             for variant, size in product(case.variants(), [None] if self.bisect else case.sizes()):
                 if (label := variant.label(size)) in seen:
                     raise ValueError(f"cases: {label!r} appears more than once; leave it out of one case")
                 seen.add(label)
-        return self
-
-    @model_validator(mode="after")
-    def _check_search(self) -> Self:
-        """Refuse a search without a choice; a size has the search's seconds."""
         if self.bisect is None:
             return self
         if self.timing != TimingSpec():  # a stored spec has its defaults, too
             raise ValueError("timing: a search times nothing; leave it out, or leave bisect out")
-        for number, case in enumerate(self.cases):
-            if len(case.sizes()) == 1:
-                raise ValueError(f"cases.{number}.layers: {case.layers}: one size leaves nothing to search; add others")
         point_s = min(self.deadlines.point_s, self.bisect.size_s)
         return self.model_copy(update={"deadlines": self.deadlines.model_copy(update={"point_s": point_s})})
 
@@ -236,7 +213,6 @@ class Spec(JobSpec):
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
         settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
         place = {"implementation": name, "pass_": "forward+backward", "seq_len": seq_len, "batch": self.batch}
-        hangs = drill is not None and layers >= drill.hang_in_layer and seq_len >= drill.from_length
         case = Case(
             **place,
             **case_fields(self, machine),
@@ -244,7 +220,7 @@ class Spec(JobSpec):
             model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
             repeats=variant.repeats,
             anomaly=variant.anomaly,
-            hang_in_layer=drill.hang_in_layer if drill and hangs else None,
+            hang_in_layer=drill.hang_in_layer if drill and seq_len >= drill.from_length else None,
             timing=None if self.bisect else self.timing,
             search=f"{name} {variant.label()}" if self.bisect else None,
         )
@@ -305,8 +281,7 @@ def repeated_pass(case: Case) -> ModelPass:
     return call
 
 
-LAYERS, STATS = "layers.json", "memory_stats.json"
-"""Files of a watched pass: its marks; the CUDA allocator's statistics at the last of them."""
+LAYERS, STATS = "layers.json", "memory_stats.json"  # the marks; the CUDA allocator's statistics at the last of them
 
 
 class BrokenGradient(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -369,7 +344,7 @@ class LayerWatch:
             place = next(mark.place for mark in self.marks if not mark.finite)
             raise BrokenGradient(f"the loss is {loss.item()}; values are not finite from here on: {place}")
         self._check_gradients()
-        marks, after = (self.folder / LAYERS).read_text(), memory_report(self.device)
+        after, marks = memory_report(self.device), (self.folder / LAYERS).read_text()
         return {LAYERS: marks, "memory_before.txt": before, "memory_after.txt": after}
 
     def _enter(self, number: int, _: nn.Module, args: tuple[Any, ...]) -> None:

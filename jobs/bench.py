@@ -65,11 +65,8 @@ class Spec(LayoutsSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Check the operator and measure its time and memory; or, with `profiles`, its time by stage.
-
-    Raises:
-        ProfileError: the profiler does not see the project's kernels.
-    """
+    """Check the operator and measure its time and memory; or, with `profiles`, its time by stage. Raises ProfileError
+    where the profiler does not see the project's kernels, and as measure_call."""
     if case.profiles is None:
         return measure_operator(case, beat)
     call, measured = measure_call(case, case.call, beat, memory=False)
@@ -90,10 +87,7 @@ class Kernel(NamedTuple):
 
 
 def measure_stages(call: Callable[[], object], device: torch.device, runs: int, beat: Beat) -> tuple[list[Metric], str]:
-    """Profile `call`, which runs the project's kernels on a CUDA device and has run before, `runs` times.
-
-    A process that has profiled may launch more slowly afterwards. Raises ProfileError.
-    """
+    """Profile `call`, which runs the project's kernels on a CUDA device and has run before. Raises ProfileError."""
     filler = l2_filler(device)
     profiles = []
     for run in range(runs + 1):
@@ -113,9 +107,7 @@ def measure_stages(call: Callable[[], object], device: torch.device, runs: int, 
 
 def by_stage(kernels: Sequence[Kernel], launches: Sequence[Started]) -> Counter[tuple[str, str]]:
     """Nanoseconds of the launched kernels by stage and kernel; PyTorch's own (sorts, sums, copies) are stage "other".
-
-    Raises ProfileError without a launch, or where kernels and launches do not match.
-    """
+    Raises ProfileError without a launch, or where kernels and launches do not match."""
     if not launches:
         raise ProfileError("none of the project's kernels ran; stages are those of backend triton on a GPU")
     waiting: dict[str, deque[str]] = defaultdict(deque)

@@ -50,8 +50,7 @@ class Case(ModelCase):
     timing: TimingSpec
 
     @property
-    def tokens(self) -> int:
-        """A step makes one of each sequence."""
+    def tokens(self) -> int:  # of a step
         return self.batch
 
     def check(self) -> Agreement:
@@ -132,14 +131,9 @@ class Spec(WorkloadSpec):
 def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> float:
     """Bytes that the attention of one step reads from the caches, over all layers and sequences.
 
-    With e bytes a number and D numbers a key or value, each sequence, layer and kv head reads
-
-        dense: 2·D·e·S
-        nsa: 2·D·e·(N + n + w + l/d) + 4·G·N
-
-    for S tokens of context, N visible compressed tokens, n tokens in the chosen blocks up to the query, w in the
-    window, l tokens compressed in every d-th step, and G heads a group, whose scores are read back in float32.
-    Weights, activations, and the partial results of split keys are left out.
+    Each sequence, layer and kv head reads 2·D·e·S, or of NSA 2·D·e·(N + n + w + l/d) + 4·G·N, with e bytes a number
+    and D numbers a key: S tokens of context, N visible compressed tokens, n in the chosen blocks up to the query, w in
+    the window, l compressed in every d-th step; G heads a group, whose scores are read back in float32.
     """
     row = 2 * model.head_dim * itemsize
     if model.attention == DENSE:
@@ -169,10 +163,8 @@ def measure(case: Case, beat: Beat) -> Measurement:
 
 
 def steps_of(case: Case, beat: Beat) -> FunctionCall:
-    """A step of every layer's attention on random tokens, or of the whole model up to the logits.
-
-    The caches are full but for one token, which a step stores and the next one removes, in one operation on the device.
-    """
+    """A step of every layer's attention on random tokens, or of the whole model up to the logits. The caches are full
+    but for one token, which a step stores and the next one removes, in one operation on the device."""
     torch.manual_seed(case.seed)
     device, dtype, model, held = case.torch_device, case.torch_dtype, case.model, case.seq_len - 1
     whole = NSATransformer(model).to(device, dtype).eval() if case.workload == "model" else None

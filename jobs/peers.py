@@ -114,13 +114,8 @@ class Spec(LayoutsSpec):
     def _check_effect(self) -> Self:
         if twice := [name for name in self.peers if name in self.implementations]:
             raise ValueError(f"implementations: {twice[0]!r}: is among the peers, too; name it once")
-        acting = []  # implementations that the same fields of NSAConfig act on as on the peers: all but slots, or none
-        for name in self.peers:
-            try:
-                dense = find_peer(name).semantics(self.nsa or NSAConfig()) is None
-            except Exception:  # of an adapter from outside; its points tell
-                dense = False
-            acting.append("dense" if dense else "reference")
+        # The same fields of NSAConfig act on peers as on the oracle, all but slots; on a dense one none.
+        acting = ["dense" if name == "dense-pytorch" else "reference" for name in self.peers]
         if self.window_kernel != "auto" and set(acting) == {"dense"}:
             raise ValueError(f"window_kernel: {self.window_kernel!r}: changes nothing of dense peers; use auto")
         refuse_idle(self, self.nsa, [*acting, *self.implementations], self.dtype)
@@ -199,11 +194,8 @@ def _check_choice(name: str, peer: Peer, config: NSAConfig, claimed: NSAConfig, 
 
 
 def _forget_tuned_choices() -> None:
-    """Have each kernel of this process that Triton has tuned, or read a choice for from disk, tuned at its next call.
-
-    A choice is kept under a key that need not have the length and the batch, so that the small call of a check would
-    else decide how a large one is computed. Triton's source has no function for it (triton/runtime/autotuner.py).
-    """
+    """Have Triton tune each kernel of this process at its next call. It keeps a choice under a key that need not have
+    the length and the batch, so that the small call of a check would decide how a large one is computed."""
     if (module := sys.modules.get("triton.runtime.autotuner")) is not None:
         for found in gc.get_objects():
             if issubclass(type(found), module.Autotuner):

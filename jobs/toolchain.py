@@ -86,12 +86,6 @@ class Case(PassCase):
     toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
     versions: Mapping[str, str] = {}  # of the second interpreter, a part of the key: the first's are already
 
-    def toolchain_name(self, number: int) -> str:
-        """The first (1) or second (2) toolchain in words."""
-        toolchain = self.toolchains[number - 1]
-        words = [toolchain.python or "", env_text(toolchain.env) or ""]
-        return f"toolchain {number} ({' '.join(filter(None, words)) or 'as it is'})"
-
 
 class Spec(PassSpec):
     """Lengths x passes x implementations of one model, under each toolchain but the first beside the first."""
@@ -130,7 +124,7 @@ class Spec(PassSpec):
 
 
 class ToolchainFailed(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
-    """The pass dies or raises under a toolchain, or disagrees with the oracle there."""
+    """The pass fails under a toolchain, or disagrees with the oracle there."""
 
 
 class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
@@ -139,21 +133,25 @@ class OutputsDiffer(Exception):  # noqa: N818 - the state it leads to is "error"
 
 def measure(case: Case, beat: Beat) -> Measurement:
     """Run the pass under both toolchains and compare them. Raises ToolchainFailed, OutputsDiffer, MemoryError."""
+    names = []
+    for number, toolchain in enumerate(case.toolchains, 1):
+        words = [toolchain.python or "", env_text(toolchain.env) or ""]
+        names.append(f"toolchain {number} ({' '.join(filter(None, words)) or 'as it is'})")
     with tempfile.TemporaryDirectory(prefix="toolchain-") as name:
         folder = Path(name)
         beat("inputs")
         torch.manual_seed(case.seed)  # made once: generators may differ between versions of PyTorch
         tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1))
         torch.save({"weights": NSATransformer(case.model).state_dict(), "tokens": tokens}, folder / "inputs.pt")
-        first, other = (run_under(case, number, folder, beat) for number in (1, 2))
+        first, other = (run_under(case, number, names[number - 1], folder, beat) for number in (1, 2))
         beat("comparison")
         relative, equal = compare_outputs(*(_load(folder / f"outputs-{number}.pt") for number in (1, 2)))
-    names, allowed = [case.toolchain_name(number) for number in (1, 2)], case.tolerance.outputs or 0.0
     metrics, found = compare_figures(case, first, other)
     norms = "largest norm of a difference relative to the norm, of the loss and all gradients of the first run"
     metrics.append(Metric.of(OUTPUT_DIFFERENCE, max(relative.values()), method=norms))
     share = 100 * equal / len(relative)
     metrics.append(Metric.of(TENSORS_EQUAL, share, method=f"{equal} of {len(relative)} tensors"))
+    allowed = case.tolerance.outputs or 0.0
     beyond = sorted((name for name, x in relative.items() if not x <= allowed), key=lambda name: -relative[name])
     wrong = (
         f"{names[1]}: {len(beyond)} of {len(relative)} outputs differ from those of {names[0]} by more than "
@@ -172,12 +170,10 @@ def measure(case: Case, beat: Beat) -> Measurement:
     return Measurement((*metrics, counted), other.route, environment, files)
 
 
-def run_under(case: Case, number: int, folder: Path, beat: Beat) -> Measurement:
-    """Measure the pass under the first (1) or second (2) toolchain, in a process whose deadlines are the point's.
-
-    The folder has the inputs and gets the outputs.
-    """
-    name, toolchain = case.toolchain_name(number), case.toolchains[number - 1]
+def run_under(case: Case, number: int, name: str, folder: Path, beat: Beat) -> Measurement:
+    """Measure the pass under the first (1) or second (2) toolchain, in a process whose deadlines are the point's. The
+    folder has the inputs and gets the outputs."""
+    toolchain = case.toolchains[number - 1]
     files = {"inputs": str(folder / "inputs.pt"), "outputs": str(folder / f"outputs-{number}.pt")}
     config = {"case": case.model_dump(mode="json"), "gpu_share": gpu_share(case.device), **files}
     beat(STARTING)
@@ -236,10 +232,8 @@ def answer(command: MeasurePoint, channel: Channel) -> Measured:
 
 
 def compare_outputs(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[dict[str, float], int]:
-    """Differences of tensors by name, relative to the first's norm; and how many are equal bit for bit.
-
-    One that is not finite, or that only one side has, differs infinitely.
-    """
+    """Differences of tensors by name, relative to the first's norm, infinite for one that is not finite or that only
+    one side has; and how many are equal bit for bit."""
     relative, equal = dict.fromkeys([*first, *other], float("inf")), 0
     for name in first.keys() & other.keys():
         one, two = first[name].double(), other[name].double()
@@ -285,19 +279,9 @@ def comparison_table(
     names: Sequence[str], first: Measurement, other: Measurement, metrics: Sequence[Metric], found: Sequence[str]
 ) -> str:
     """Text of the comparison; `found` are its differences in words."""
-    values = {metric.name: metric.value for metric in metrics}
-    time, memory = values[FIRST_TIME.name], values[FIRST_MEMORY.name]
-    rows = [
-        *(f"{number}: {name}" for number, name in enumerate(names, 1)),
-        "",
-        f"time         {time:12.3f} {values[TIME.name]:12.3f} ms   {values['time_change']:+7.1f} %",
-        f"peak memory  {memory:12.3f} {values[PEAK_EXTRA_MEMORY.name]:12.3f} MiB  {values['memory_change']:+7.1f} %",
-        f"outputs      {values['output_difference']:.2e} at most, {values['tensors_equal']:.1f} % equal bit for bit",
-        "",
-        *(found or ["no difference beyond the tolerance"]),
-        "",
-        "packages that differ:",
-    ]
+    rows = [*(f"{number}: {name}" for number, name in enumerate(names, 1)), ""]
+    rows += [f"{metric.name:20} {metric.value:12.6g} {metric.unit}" for metric in metrics]
+    rows += ["", *(found or ["no difference beyond the tolerance"]), "", "packages that differ:"]
     before, after = (run.environment["distributions"] for run in (first, other))
     for name in sorted({*before, *after}, key=str.lower):
         if before.get(name) != after.get(name):

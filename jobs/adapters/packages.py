@@ -55,12 +55,8 @@ class Peer:
         raise NotImplementedError
 
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
-        """Output [B,S,Hq,D], differentiable.
-
-        Args:
-            inputs: q [B,S,Hq,D], k, v [B,S,Hkv,D] and, unless it is dense, gates: logits [B,S,Hq,3], cmp, slc, win.
-            config: as given to `semantics`.
-            window_kernel: flash kernel of the window, for peers that leave it to flash-attn; None: the fastest here.
+        """Output [B,S,Hq,D], differentiable, of q [B,S,Hq,D], k, v [B,S,Hkv,D] and, unless it is dense, gates: logits
+        [B,S,Hq,3] of cmp, slc, win. Peers that leave the window to flash-attn use the kernel; None: the fastest here.
         """
         raise NotImplementedError
 
@@ -69,9 +65,8 @@ class DensePyTorch(Peer):
     """PyTorch's scaled_dot_product_attention: dense causal attention, the baseline, which runs everywhere."""
 
     INSTALL = "pip install torch"
-
-    def version(self) -> str:
-        return torch.__version__
+    DISTRIBUTION = "torch"
+    MODULES = ("torch",)
 
     def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         return None

@@ -52,11 +52,7 @@ def _axis(label: str, kind: Literal["text", "whole"], size: int, *, in_series: b
 
 @dataclass(frozen=True)
 class Axes:
-    """A point's coordinates; None if a coordinate has no meaning for the kind.
-
-    Attributes:
-        more: the kind's own coordinates, by name.
-    """
+    """A point's coordinates; None if a coordinate has no meaning for the kind."""
 
     implementation: str | None = _axis("implementation", "text", 120)  # "chunked", "naive", "dense", ...
     workload: str | None = _axis("workload", "text", 40)  # "attention" or "model"
@@ -71,7 +67,7 @@ class Axes:
     device: str | None = _axis("device", "text", 20)
     env: str | None = _axis("environment variables", "text", 400)  # "NAME=value NAME=value", sorted; None: none set
     python: str | None = _axis("interpreter", "text", 400)  # path; None: the orchestrator's own
-    more: Mapping[str, Coordinate] = field(default_factory=dict)
+    more: Mapping[str, Coordinate] = field(default_factory=dict)  # the kind's own, by name
 
     def to_record(self) -> dict[str, Coordinate | None]:
         """All coordinates in one mapping, as the journal keeps them."""
@@ -111,10 +107,7 @@ def check_values(axes: Axes, declared: Sequence[Axis]) -> None:
 
 
 def check_coordinate(axis: Axis, value: object) -> None:
-    """Refuse a value of one of `AXES` that is neither None nor fits its column. Raises ValueError.
-
-    Lengths and counts begin at 1.
-    """
+    """Refuse a value of one of `AXES` that does not fit its column; counts begin at 1. Raises ValueError."""
     if value is not None:
         _check(f"Axes.{axis.attribute}", value, axis.type, axis.size, range(1, 2 ** (8 * axis.size - 1)))
 

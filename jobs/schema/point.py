@@ -144,8 +144,8 @@ class Measurement:
 class Surroundings:
     """Places outside of its process that a point may use; they are not part of its configuration or its key."""
 
-    # URL (fsspec) of the folder in which the point keeps its checkpoints: the same in all its attempts and resumes,
-    # reachable from every node, and not made yet; None: it can keep none.
+    # URL (fsspec) of the folder for the point's checkpoints: the same in all its attempts and resumes, reachable from
+    # every node, and not made yet; None: it can keep none.
     checkpoints: str | None = None
     key: str = ""  # Point.key: a checkpoint of another key is of other code or another environment
     launcher: Launcher | None = None  # starts the ranks of a point that has several; None: the point, on its own host
@@ -164,25 +164,21 @@ class Beat(Protocol):
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None: ...
 
 
+@dataclass(eq=False)
 class Reporter:
     """Beat that also takes samples of live series. Every point's worker passes a subclass; this one drops them."""
 
+    beat: Beat
     surroundings: Surroundings = NOWHERE
 
-    def __init__(self, beat: Beat) -> None:
-        self._beat = beat
-
     def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        self._beat(phase, done, total)
+        self.beat(phase, done, total)
 
     def sample(self, step: int, values: Mapping[str, float], rank: int = 0) -> None:
         """Report the present values of series, by the name of a declared Quantity and in its unit.
 
         Returns at once; samples are thinned to one a second a series or fewer, values that are not finite left out. The
-        step is higher in each later sample of a series.
-
-        Raises:
-            ValueError: a name is not among the kind's QUANTITIES.
+        step is higher in each later sample of a series. Raises ValueError for a name not among the kind's QUANTITIES.
         """
 
     def warn(self, text: str) -> None:

@@ -77,10 +77,7 @@ class Quantity:
 
 
 class Quantities(tuple[Quantity, ...]):
-    """Declared quantities in display order; of several with one name, the first.
-
-    An undeclared metric gets a plain declaration.
-    """
+    """Declared quantities in display order; of several with one name, the first."""
 
     def __new__(cls, declared: Iterable[Quantity] = ()) -> Self:
         firsts: dict[str, Quantity] = {}
@@ -154,12 +151,8 @@ def written_unit(unit: str, value: float = 0.0) -> str:
 
 def in_words(name: str) -> str:
     """A name from code as a heading: "gpu_sm-clock" as "GPU SM clock"."""
-    return heading(" ".join(_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name)))
-
-
-def heading(text: str) -> str:
-    """The text with a capital letter first and the others as they are: "MFU" and "tok/s" keep theirs."""
-    return text[:1].upper() + text[1:]
+    words = " ".join(_WRITTEN.get(word.lower(), word) for word in re.split(r"[ _-]+", name))
+    return words[:1].upper() + words[1:]
 
 
 def _time(value: float, unit: str) -> str | None:
