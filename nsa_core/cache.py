@@ -7,124 +7,114 @@ a graph are counted on the device alone, until `recount`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from ._inputs import Triple
 from .config import NSAConfig
 from .errors import InputError
 
-Triple = tuple[Tensor, Tensor, Tensor]
-
 
 class _Held:
-    """Buffer [B,room,H,D] of tokens, allocated by the first append; `length` counts the tokens appended."""
+    """Tokens [B,T,H,D] in a buffer that is allocated by the first append.
 
-    _buffer: Tensor | None = None
+    Attributes:
+        buffer: the tokens, with the room behind them, [B,room,H,D]; nothing before the first append.
+        length: tokens appended.
+    """
+
+    buffer = torch.empty(0, 0)
     length = 0
 
-    @property
-    def buffer(self) -> Tensor:
-        """Tokens held, with the room behind them, [B,room,H,D]."""
-        assert self._buffer is not None, "nothing was appended yet"
-        return self._buffer
+    def values(self) -> Tensor:
+        """Tokens held [B,T,H,D], a view; of a ring in the order of its slots."""
+        return self.buffer[:, : self.length]
 
 
+@dataclass(eq=False)
 class Appended(_Held):
-    """Tokens [B,T,H,D] in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
+    """Tokens in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
 
-    Args:
-        multiple: the buffer's length is a multiple of this many tokens.
+    Attributes:
+        multiple: the buffer's length is a multiple of this many tokens; behind those held it has zeros.
         capacity: room, in tokens, from the first append on.
     """
 
-    def __init__(self, multiple: int = 64, capacity: int = 1) -> None:
-        self._multiple, self._capacity = multiple, capacity
+    multiple: int = 64
+    capacity: int = 1
 
     def append(self, x: Tensor) -> None:
         """Append x [B,S,H,D]."""
         end = self.length + x.shape[1]
-        self._make_room(end, x)
+        self.reserve(end, x)
         self.buffer[:, self.length : end] = x.detach()
         self.length = end
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in all; something must have been appended before."""
-        self._make_room(tokens, self.buffer)
-
-    def values(self) -> Tensor:
-        """Tokens held [B,T,H,D], a view."""
-        return self.buffer[:, : self.length]
-
-    def blocks(self) -> Tensor:
-        """Buffer as blocks of `multiple` tokens [B,blocks,multiple,H,D], a view; zeros behind the tokens held."""
-        return self.buffer.unflatten(1, (-1, self._multiple))
-
-    def _make_room(self, needed: int, like: Tensor) -> None:
-        held = 0 if self._buffer is None else self._buffer.shape[1]
-        if self._buffer is not None and needed <= held:
+    def reserve(self, tokens: int, like: Tensor) -> None:
+        """Make room for `tokens` tokens in all, of the batch, heads, width, dtype and device of `like`."""
+        held = self.buffer.shape[1]
+        if held and tokens <= held:
             return
-        room = -(-max(needed, 2 * held, self._capacity) // self._multiple) * self._multiple
+        room = -(-max(tokens, 2 * held, self.capacity) // self.multiple) * self.multiple
         buffer = like.new_zeros((like.shape[0], room, *like.shape[2:]))
-        if self._buffer is not None:
+        if held:
             buffer[:, : self.length] = self.values()
-        self._buffer = buffer
+        self.buffer = buffer
 
 
+@dataclass(eq=False)
 class Recent(_Held):
-    """Ring of the last `size` tokens appended [B,T,H,D]; the token at position p is in slot p % size."""
+    """Ring of the last `size` tokens appended [B,min(T,size),H,D]; the token at position p is in slot p % size."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    size: int
 
     def append(self, x: Tensor) -> None:
         """Append x [B,S,H,D], overwriting the oldest tokens."""
-        if self._buffer is None:
-            self._buffer = x.new_zeros((x.shape[0], self._size, *x.shape[2:]))
+        if not self.buffer.shape[1]:
+            self.buffer = x.new_zeros((x.shape[0], self.size, *x.shape[2:]))
         end = self.length + x.shape[1]
-        kept = min(x.shape[1], self._size)
-        slots = torch.arange(end - kept, end, device=x.device) % self._size
-        self._buffer[:, slots] = x[:, -kept:].detach()
+        kept = min(x.shape[1], self.size)
+        slots = torch.arange(end - kept, end, device=x.device) % self.size
+        self.buffer[:, slots] = x[:, -kept:].detach()
         self.length = end
 
-    def values(self) -> Tensor:
-        """Tokens held [B,min(T,size),H,D], a view, in the order of their slots."""
-        return self.buffer[:, : min(self.length, self._size)]
-
     def in_order(self) -> Tensor:
-        """Tokens held [B,min(T,size),H,D], oldest first."""
-        return self.values() if self.length <= self._size else self.buffer.roll(-(self.length % self._size), 1)
+        """Tokens held, oldest first."""
+        return self.values() if self.length <= self.size else self.buffer.roll(-(self.length % self.size), 1)
 
 
 class _Cache:
     """Counting and capacity, the same for both kinds of attention.
 
     Attributes:
+        config: of the sparse attention; decides how many compressed tokens there are.
         capacity: most tokens that it holds; None: any number.
+        length: tokens held as counted on the host: the position of the next one.
         position: tokens held, int32 [1] on the device; None before the first.
         frequencies: RoPE's, float32 [D/2], kept by the first step that needs them.
     """
 
-    def __init__(self, capacity: int | None, *every_token: Appended) -> None:
+    def __init__(
+        self, config: NSAConfig, capacity: int | None, every_token: Sequence[Appended],
+        compressed: Sequence[Appended] = (), recent: Sequence[Recent] = (),
+    ) -> None:  # fmt: skip
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise InputError("capacity", repr(capacity), "use a whole number of tokens >= 1, or None to let it grow")
-        self.capacity = capacity
+        self.config, self.capacity, self.length = config, capacity, 0
         self.position: Tensor | None = None
         self.frequencies: Tensor | None = None
-        self._every_token = every_token
-
-    @property
-    def length(self) -> int:
-        """Tokens held as counted on the host: the position of the next one."""
-        return self._every_token[0].length
+        self._every_token, self._compressed, self._recent = every_token, compressed, recent
 
     def note_length(self, tokens: int) -> None:
         """Set the host's counts to `tokens`, after `position` was changed by other means."""
-        for held in self._every_token:
+        self.length = tokens
+        for held in (*self._every_token, *self._recent):
             held.length = tokens
-
-    def _reserve(self, tokens: int) -> None:
-        for held in self._every_token:
-            held.reserve(tokens)
+        for held in self._compressed:
+            held.length = self.config.cmp_tokens(tokens)
 
     def check(self, batch: int, tokens: int) -> None:
         """Check that `tokens` more tokens of `batch` sequences fit, by the host's count.
@@ -151,21 +141,26 @@ class _Cache:
             on_gpu = self.position is not None and self.position.is_cuda
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise InputError("capacity", None, "a CUDA graph needs new_cache(capacity=...): growing moves tensors")
-            self._reserve(self.length + 1)
-
-    def count_step(self) -> None:
-        self.note_length(self.length + 1)
+            tokens = self.length + 1
+            for part in self._every_token:
+                part.reserve(tokens, part.buffer)
+            for part in self._compressed:
+                part.reserve(self.config.cmp_tokens(tokens), part.buffer)
 
     def recount(self) -> None:
         """Set the host's counts to the device's, after replays of a graph. Waits for the device."""
         if self.capacity is not None and self.position is not None:
             self.note_length(int(self.position))
 
-    def _count(self, x: Tensor) -> None:
-        """Count the tokens of x [B,S,H,D] on the device."""
+    def _append(self, parts: Sequence[Appended | Recent], tensors: Sequence[Tensor]) -> None:
+        """Append tensors [B,S,H,D], one to each of `parts`, and count their tokens. Raises InputError as `check`."""
+        self.check(*tensors[0].shape[:2])
+        for part, x in zip(parts, tensors, strict=True):
+            part.append(x)
         if self.position is None:
-            self.position = torch.zeros(1, dtype=torch.int32, device=x.device)
-        self.position += x.shape[1]
+            self.position = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
+        self.position += tensors[0].shape[1]
+        self.length += tensors[0].shape[1]
 
 
 class NSACache(_Cache):
@@ -180,13 +175,14 @@ class NSACache(_Cache):
     """
 
     def __init__(self, config: NSAConfig, capacity: int | None = None) -> None:
-        self.config, tokens = config, capacity or 1
-        self.k_slc, self.v_slc = Appended(config.slc_block, tokens), Appended(config.slc_block, tokens)
-        super().__init__(capacity, self.k_slc, self.v_slc)
+        tokens = capacity or 1
         compressed = max(1, config.cmp_tokens(tokens))
+        self.k_slc, self.v_slc = Appended(config.slc_block, tokens), Appended(config.slc_block, tokens)
         self.k_cmp, self.v_cmp = Appended(capacity=compressed), Appended(capacity=compressed)
         self.k_win, self.v_win = Recent(config.window), Recent(config.window)
         self.k_open, self.v_open = Recent(config.cmp_block), Recent(config.cmp_block)
+        recent = self.k_win, self.v_win, self.k_open, self.v_open
+        super().__init__(config, capacity, (self.k_slc, self.v_slc), (self.k_cmp, self.v_cmp), recent)
 
     def take(self, k: Triple, v: Triple) -> None:
         """Append keys and values [B,S,Hkv,D] of cmp (unrotated), slc and win; call `add_compressed` next.
@@ -194,27 +190,13 @@ class NSACache(_Cache):
         Raises:
             InputError: as `check`.
         """
-        self.check(*k[1].shape[:2])
-        held = self.k_open, self.k_slc, self.k_win, self.v_open, self.v_slc, self.v_win
-        for tokens, x in zip(held, (*k, *v), strict=True):
-            tokens.append(x)
-        self._count(k[1])
+        parts = self.k_open, self.k_slc, self.k_win, self.v_open, self.v_slc, self.v_win
+        self._append(parts, (*k, *v))
 
     def add_compressed(self, k_cmp: Tensor, v_cmp: Tensor) -> None:
         """Append the compressed tokens [B,N,Hkv,D] that the appended tokens completed."""
         self.k_cmp.append(k_cmp)
         self.v_cmp.append(v_cmp)
-
-    def note_length(self, tokens: int) -> None:
-        super().note_length(tokens)
-        for held in (self.k_win, self.v_win, self.k_open, self.v_open):
-            held.length = tokens
-        self.k_cmp.length = self.v_cmp.length = self.config.cmp_tokens(tokens)
-
-    def _reserve(self, tokens: int) -> None:
-        super()._reserve(tokens)
-        for held in (self.k_cmp, self.v_cmp):
-            held.reserve(self.config.cmp_tokens(tokens))
 
 
 class DenseCache(_Cache):
@@ -222,11 +204,8 @@ class DenseCache(_Cache):
 
     def __init__(self, capacity: int | None = None) -> None:
         self.k, self.v = Appended(capacity=capacity or 1), Appended(capacity=capacity or 1)
-        super().__init__(capacity, self.k, self.v)
+        super().__init__(NSAConfig(), capacity, (self.k, self.v))
 
     def take(self, k: Tensor, v: Tensor) -> None:
         """Append keys and values [B,S,H,D]. Raises InputError as `check`."""
-        self.check(*k.shape[:2])
-        self.k.append(k)
-        self.v.append(v)
-        self._count(k)
+        self._append((self.k, self.v), (k, v))

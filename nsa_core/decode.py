@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._inputs import without_autocast
 from .backends import BACKENDS, Heads, default, resolve, triton
-from .cache import Appended, DenseCache, NSACache
+from .cache import DenseCache, NSACache
 from .functional import dense_attention
 from .rope import angles, frequencies, rotate
 from .routes import Branch, note
@@ -47,7 +47,8 @@ def nsa_step(
         BackendError: the backend is unknown or cannot run.
     """
     select = resolve(backend, ("select",), q.device, q.dtype, Heads.of(q, k, v))["select"]
-    if select is BACKENDS["triton"] and not _needs_gradient(q, k, v, gates):
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, gates))
+    if select is BACKENDS["triton"] and not trained:
         triton.refuse_too_large(q, k, v)
         return _kernel_step(q, k, v, gates, cache, theta, compress)
     cache.recount()
@@ -69,18 +70,20 @@ def nsa_step(
 
 def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: float) -> Tensor:
     """Dense attention of one new token, as `nsa_step`: unrotated q [B,1,Hq,Dk], k [B,1,Hkv,Dk], v [B,1,Hkv,Dv]."""
-    if default(q.device, q.dtype, Heads.of(q, k, v)) == "triton" and not _needs_gradient(q, k, v):
-        return _dense_kernel_step(q, k, v, cache, theta)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if default(q.device, q.dtype, Heads.of(q, k, v)) == "triton" and not trained:
+        kernels = _prepared(cache, k, theta)
+        note("dense", TRITON)
+        rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
+        out = kernels.attend_dense(rotated, cache)
+        cache.note_length(cache.length + 1)
+        return out.unsqueeze(1)
     cache.recount()
     cache.make_room(k)
     position = torch.arange(cache.length, cache.length + 1, device=q.device)
     cos, sin = angles(position, q.shape[-1], theta, q.dtype)
     cache.take(rotate(k, cos, sin), v)
     return dense_attention(rotate(q, cos, sin), cache.k.values(), cache.v.values())
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _kernel_step(
@@ -93,16 +96,7 @@ def _kernel_step(
     if cache.config.compress == "mlp":
         _store_learned(cache, compress)
     out, _ = kernels.attend(rotated, gates[:, 0].contiguous(), cache)
-    cache.count_step()
-    return out.unsqueeze(1)
-
-
-def _dense_kernel_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, theta: float) -> Tensor:
-    kernels = _prepared(cache, k, theta)
-    note("dense", TRITON)
-    rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
-    out = kernels.attend_dense(rotated, cache)
-    cache.count_step()
+    cache.note_length(cache.length + 1)
     return out.unsqueeze(1)
 
 
@@ -140,21 +134,18 @@ def _attend_all(q: Tensor, gates: Tensor, cache: NSACache, blocks: Tensor) -> Te
     cmp, slc, win = gates.split(1, -1)
     tokens = blocks.unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=blocks.device)
     visible = ((tokens >= 0) & (tokens < cache.length)).flatten(2)
-    k_slc, v_slc = _chosen(cache.k_slc, blocks), _chosen(cache.v_slc, blocks)
+    b = torch.arange(blocks.shape[0], device=blocks.device)[:, None, None]
+    h = torch.arange(blocks.shape[1], device=blocks.device)[None, :, None]
+    k_slc, v_slc = (  # [B,Hkv,slc_count·slc_block,D]
+        held.buffer.unflatten(1, (-1, config.slc_block))[b, blocks.clamp_min(0), :, h].flatten(2, 3)
+        for held in (cache.k_slc, cache.v_slc)
+    )
     out = slc * _attend("slc", q, k_slc, v_slc, scale, visible)
     k_win, v_win = cache.k_win.values(), cache.v_win.values()
     out = out + win * _attend("win", q, k_win.transpose(1, 2), v_win.transpose(1, 2), scale)
     if k_cmp.shape[1] > 0:  # before the first compressed token this branch gives zeros
         out = out + cmp * _attend("cmp", q, k_cmp.transpose(1, 2), cache.v_cmp.values().transpose(1, 2), scale)
     return out
-
-
-def _chosen(cached: Appended, blocks: Tensor) -> Tensor:
-    """Tokens of the chosen blocks [B,Hkv,slc_count·slc_block,D]."""
-    batch, heads, _ = blocks.shape
-    b = torch.arange(batch, device=blocks.device)[:, None, None]
-    h = torch.arange(heads, device=blocks.device)[None, :, None]
-    return cached.blocks()[b, blocks.clamp_min(0), :, h].flatten(2, 3)
 
 
 def _attend(branch: Branch, q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
