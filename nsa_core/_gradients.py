@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Grads = tuple[Tensor | None, ...]
+_REFUSAL = b'these gradients have no second derivative; use backend="naive", of a loss its logits'
 
 
 def undifferentiable(backward: Callable[..., Grads]) -> Callable[..., Grads]:
@@ -25,17 +26,7 @@ def undifferentiable(backward: Callable[..., Grads]) -> Callable[..., Grads]:
             grads = backward(ctx, *douts)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return grads
-        marked = iter(_Refusing.apply(torch.zeros((), requires_grad=True), *(x for x in grads if x is not None)))
-        return tuple(None if x is None else next(marked) for x in grads)
+        refusing = torch._C._functions.DelayedError(_REFUSAL, len(grads))  # pyright: ignore[reportAttributeAccessIssue]
+        return refusing(*(None if x is None else x.detach().requires_grad_() for x in grads))
 
     return run
-
-
-class _Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError('these gradients have no second derivative; use backend="naive", of a loss its logits')

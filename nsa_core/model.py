@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ class NSATransformer(nn.Module):
 
     def new_cache(self, capacity: int | None = None) -> list[LayerCache]:
         """An empty cache for `forward`, one entry a layer, with room for `capacity` tokens from the start if given."""
-        return [block.attention.new_cache(capacity) for block in self._blocks()]
+        return [cast(Block, block).attention.new_cache(capacity) for block in self.blocks]
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: list[LayerCache] | None = None
@@ -180,7 +180,10 @@ class NSATransformer(nn.Module):
         logits, so that memory grows with the hidden states alone.
         """
         hidden = self._through(self.embedding(tokens), 0, len(self.blocks), cache)
-        return self.head(self.norm(hidden)) if targets is None else self._loss(hidden, targets)
+        rows = self.norm(hidden)
+        if targets is None:
+            return self.head(rows)
+        return head_cross_entropy(rows.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
     def lower(self, tokens: Tensor, depth: int) -> Tensor:
         """Hidden states [B,S,dim] of tokens [B,S] after the first `depth` blocks."""
@@ -188,7 +191,8 @@ class NSATransformer(nn.Module):
 
     def upper(self, hidden: Tensor, depth: int, targets: Tensor) -> Tensor:
         """Mean cross entropy [nat], as of `forward`, from the hidden states of `lower`."""
-        return self._loss(self._through(hidden, depth, len(self.blocks)), targets)
+        hidden = self._through(hidden, depth, len(self.blocks))
+        return head_cross_entropy(self.norm(hidden).flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
     @torch.no_grad()
     def generate(
@@ -210,19 +214,12 @@ class NSATransformer(nn.Module):
         self.checkpointing_effective = (
             self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
         )
-        for i, block in enumerate(self._blocks()[start:stop], start):
+        for i, block in enumerate(list(self.blocks)[start:stop], start):
             if self.checkpointing_effective:
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, None if cache is None else cache[i])
         return x
-
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        rows = self.norm(hidden).flatten(0, 1)
-        return head_cross_entropy(rows, self.head.weight, targets.flatten(), LOSS_ROWS)
-
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block, Block)]
 
     def _initialise(self) -> None:
         """Draw normal weights of deviation 0.02, divided by sqrt(2·layers) in projections into the residual stream."""
@@ -244,25 +241,13 @@ class TokenEmbedding(nn.Embedding):
         return embedding(tokens, self.weight)
 
 
-@custom_op("nsa_core::embed", mutates_args=())
-def _operator(tokens: Tensor, weight: Tensor) -> Tensor:
+def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return embedding(tokens, weight)
 
 
-@custom_op("nsa_core::embed_backward", mutates_args=())
-def _backward_operator(dout: Tensor, tokens: Tensor, count: int) -> Tensor:
+def _embed_backward(dout: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Gradient [count,D] of the weight."""
     return torch.ops.aten.embedding_dense_backward(dout, tokens, count, -1, False)
-
-
-@_operator.register_fake
-def _(tokens: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty(*tokens.shape, weight.shape[1])
-
-
-@_backward_operator.register_fake
-def _(dout: Tensor, tokens: Tensor, count: int) -> Tensor:
-    return dout.new_empty(count, dout.shape[-1])
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -276,4 +261,8 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
     return None, _backward_operator(dout, tokens, ctx.count)
 
 
+_operator = custom_op("nsa_core::embed", _embed, mutates_args=())
+_operator.register_fake(_embed)
 _operator.register_autograd(_grad, setup_context=_keep)
+_backward_operator = custom_op("nsa_core::embed_backward", _embed_backward, mutates_args=())
+_backward_operator.register_fake(_embed_backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -64,18 +64,9 @@ def predicts(implementation: str) -> bool:
 
 
 def estimate_attention(
-    config: NSAConfig,
-    *,
-    implementation: str,
-    batch: int,
-    seq_len: int,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    backward: bool,
-    device: torch.device,
-) -> MemoryEstimate:
+    config: NSAConfig, *, implementation: str, batch: int, seq_len: int, query_heads: int, kv_heads: int, head_dim: int,
+    dtype: torch.dtype, backward: bool, device: torch.device,
+) -> MemoryEstimate:  # fmt: skip
     """Memory of the operator alone: q, one k, one v and gate logits, through a sigmoid, to the output and back.
 
     Args:
@@ -88,23 +79,15 @@ def estimate_attention(
     Raises:
         InputError: `predicts` is false for the implementation.
     """
-    heads = query_heads, kv_heads, head_dim
-    trace = partial(_attention, config, implementation, heads, dtype, backward, device, _threads(device))
+    heads, threads = (query_heads, kv_heads, head_dim), torch.get_num_threads() if device.type == "cpu" else 0
+    trace = partial(_attention, config, implementation, heads, dtype, backward, device, threads)
     return _along_tokens(trace, implementation, batch, seq_len)
 
 
 def estimate_model(
-    config: ModelConfig,
-    *,
-    implementation: str,
-    batch: int,
-    seq_len: int,
-    dtype: torch.dtype,
-    backward: bool,
-    optimizer: Literal["adamw"] | None,
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-) -> MemoryEstimate:
+    config: ModelConfig, *, implementation: str, batch: int, seq_len: int, dtype: torch.dtype, backward: bool,
+    optimizer: Literal["adamw"] | None, device: torch.device, autocast: torch.dtype | None = None,
+) -> MemoryEstimate:  # fmt: skip
     """Memory of an NSATransformer from tokens and targets to the loss, and back to the gradients of all parameters.
 
     Args:
@@ -123,16 +106,10 @@ def estimate_model(
     """
     if config.branches != BRANCHES:
         raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
-    dense = implementation == "dense"
+    dense, threads = implementation == "dense", torch.get_num_threads() if device.type == "cpu" else 0
     config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
-    trace = partial(
-        _model, config, implementation, dtype, backward, optimizer is not None, device, _threads(device), autocast
-    )
+    trace = partial(_model, config, implementation, dtype, backward, optimizer is not None, device, threads, autocast)
     return _along_tokens(trace, implementation, batch, seq_len)
-
-
-def _threads(device: torch.device) -> int:
-    return torch.get_num_threads() if device.type == "cpu" else 0
 
 
 def _unpredicted(implementation: str) -> str | None:
@@ -166,22 +143,20 @@ def _attention(
     device: torch.device, threads: int, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
     (query_heads, kv_heads, dim), log = heads, Allocations(device)
-
-    def leaf(count: int, width: int) -> Tensor:
-        return torch.empty(batch, seq_len, count, width, dtype=dtype, device="meta", requires_grad=backward)
-
+    shapes = (query_heads, dim), (kv_heads, dim), (kv_heads, dim), (query_heads, 3)
     with on_device(device, implementation, backward):
-        q, k, v, gates = leaf(query_heads, dim), leaf(kv_heads, dim), leaf(kv_heads, dim), leaf(query_heads, 3)
+        kind = {"dtype": dtype, "device": "meta", "requires_grad": backward}
+        q, k, v, gates = (torch.empty(batch, seq_len, *shape, **kind) for shape in shapes)
         inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
         with DeviceFunctions(threads), log:
             if implementation == "dense":
                 out = dense_attention(q, k, v)
             else:
                 out = nsa_attention(q, k, v, torch.sigmoid(gates), config, backend=implementation)
-            kept = log.live()
+            kept = set(log.live.values())
             gradients = torch.autograd.grad(out, inputs, q.detach()) if backward else ()
     given = sum(x.nbytes for x in inputs) + (q.nbytes if backward else 0)  # with the output's gradient
-    return _estimate(log.parts(kept, gradients), inputs=given)
+    return MemoryEstimate(0, 0, given, **peak(log.parts(kept, gradients)))
 
 
 @lru_cache(maxsize=1024)
@@ -207,7 +182,7 @@ def _model(
     with on_device(device, implementation, backward), log:
         modules = *model.blocks, model.norm
         for module in modules:  # a mode around the backward would not be in force where checkpointed blocks run again
-            module.forward = _within(functions, module.forward)
+            module.forward = functions(module.forward)
         hooks = [module.register_forward_pre_hook(mark) for module in modules]
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             loss = model(tokens, tokens)
@@ -218,7 +193,7 @@ def _model(
         del functions.casts[casts[-2] : casts[-1]]
         of_last_block = [(starts[-2], starts[-1]), (autocast_end, len(log.events))]
         functions.casts.clear()
-        kept = log.live()
+        kept = set(log.live.values())
         if backward:
             loss.backward()
             of_last_block.append((ends[0], ends[1]))
@@ -230,15 +205,7 @@ def _model(
         events += [Event("workspace", largest), Event("workspace", -largest)]  # AdamW's denominator
     further = (repeats - 1) * sum(x.nbytes for x in model.blocks[-1].parameters())
     parameters = sum(x.nbytes for x in weights) + further
-    return _estimate(events, parameters, 2 * parameters if optimizer else 0, 2 * tokens.nbytes)
-
-
-def _within(mode: DeviceFunctions, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        with mode:
-            return forward(*args)
-
-    return run
+    return MemoryEstimate(parameters, 2 * parameters if optimizer else 0, 2 * tokens.nbytes, **peak(events))
 
 
 def _repeated(events: list[Event], spans: Sequence[tuple[int, int]], times: int) -> list[Event]:
@@ -248,8 +215,3 @@ def _repeated(events: list[Event], spans: Sequence[tuple[int, int]], times: int)
         result += [*events[done:start], *events[start:stop] * times]
         done = stop
     return [*result, *events[done:]]
-
-
-def _estimate(events: Sequence[Event], parameters: int = 0, optimizer: int = 0, inputs: int = 0) -> MemoryEstimate:
-    most = peak(events)
-    return MemoryEstimate(parameters, optimizer, inputs, most["gradients"], most["activations"], most["workspace"])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -16,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..backends.chunks import assume
 
@@ -39,13 +39,15 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         events: (number of the storage, bytes), in order; negative bytes where it is freed.
+        live: numbers of the storages that live now, by their addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
-        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self.live: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
@@ -53,44 +55,37 @@ class Allocations(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = {storage._cdata for storage in _storages((*args, *kwargs.values()))}  # as of views and results in place
-        for storage in _storages(result if isinstance(result, list | tuple) else (result,)):
-            if storage._cdata not in given and storage._cdata not in self._live:
+        tensors = [[x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), result)]
+        given = {x.untyped_storage()._cdata for x in tensors[0]}  # as of views and results in place
+        for x in tensors[1]:
+            storage = x.untyped_storage()
+            if storage._cdata not in given and storage._cdata not in self.live:
                 number, size = len(self.events), -(-storage.nbytes() // self._granule) * self._granule
                 self.events.append((number, size))
-                free = partial(self._free, storage._cdata, number, size)
-                self._live[storage._cdata] = number, weakref.ref(storage, free)
+                self.live[storage._cdata] = number
+                self._ends[number] = weakref.ref(storage, partial(self._free, storage._cdata, number, size))
         return result
 
     def _free(self, key: int, number: int, size: int, _: object) -> None:
-        del self._live[key]
+        del self.live[key], self._ends[number]
         self.events.append((number, -size))
-
-    def live(self) -> set[int]:
-        """Numbers of the storages that live now."""
-        return {number for number, _ in self._live.values()}
 
     def parts(self, kept: set[int], gradients: Iterable[Tensor]) -> list[Event]:
         """The events, each with its part: activations are what is `kept` after the forward."""
-        numbers = {self._live[x.untyped_storage()._cdata][0] for x in gradients}
+        numbers = {self.live[x.untyped_storage()._cdata] for x in gradients}
         return [
             Event("gradients" if number in numbers else "activations" if number in kept else "workspace", size)
             for number, size in self.events
         ]
 
 
-def peak(events: Sequence[Event]) -> Counter[Part]:
-    """Bytes live at the peak."""
+def peak(events: Sequence[Event]) -> dict[Part, int]:
+    """Bytes of each part live at the peak of all."""
     live = [0, *accumulate(event.size for event in events)]
-    parts: Counter[Part] = Counter()
+    parts: dict[Part, int] = {"gradients": 0, "activations": 0, "workspace": 0}
     for part, size in events[: live.index(max(live))]:
         parts[part] += size
     return parts
-
-
-def _storages(values: Iterable[object]) -> list[Any]:
-    tensors = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
-    return [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
 
 
 @contextmanager
@@ -104,7 +99,7 @@ def on_device(device: torch.device, implementation: str, grad: bool) -> Iterator
         yield
 
 
-class DeviceFunctions(TorchFunctionMode):
+class DeviceFunctions(TorchFunctionMode, ContextDecorator):
     """PyTorch's functions with the memory that they take on a device, where that is not what they take on meta.
 
     Autocast has no part in meta tensors: the CPU's stands for any device's. RMSNorm is fused on a GPU. Fused attention
@@ -162,10 +157,12 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, threads: int) -> Tensor:
         out = torch.empty_like(q.transpose(1, 2)).transpose(1, 2)
-        ctx.threads = threads
+        length = q.shape[2]
+        # Rows and keys of a thread's tile in PyTorch's FlashAttentionKernel.cpp.
+        rows, keys = min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, length)
+        ctx.tiles = threads, 2, rows, keys
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
         if threads:
-            rows, keys = _cpu_tile(q.shape[2])
             q.new_empty(threads, rows, keys + 2 + q.shape[3], dtype=torch.float32)
         return out
 
@@ -173,15 +170,10 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, _, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        if ctx.threads:
-            work = [q.new_empty(ctx.threads, 2, *_cpu_tile(q.shape[2]), dtype=torch.float32)]
+        if ctx.tiles[0]:
+            work = [q.new_empty(ctx.tiles, dtype=torch.float32)]
         else:  # dq is summed in float32, and dk, dv for every query head before they are for the group
             work = [torch.empty_like(q, dtype=torch.float32), torch.empty_like(lse)]
             work += [torch.empty_like(q) for _ in range(2 * (q.shape[1] != k.shape[1]))]
         del work
         return dq, dk, dv, None
-
-
-def _cpu_tile(length: int) -> tuple[int, int]:
-    """Rows and keys of a thread's tile in PyTorch's FlashAttentionKernel.cpp."""
-    return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, length)
