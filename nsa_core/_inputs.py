@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,12 +42,10 @@ class Operands:
 
     def under_autocast(self) -> Operands:
         """These tensors cast to autocast's dtype, except for the gates; themselves where autocast is off."""
-        if not _under_autocast(self.q) or self.q.dtype == torch.float64:
-            return self
         dtype = autocast_dtype(self.q)
-        keys, values = (each_once(lambda x: x.to(dtype), three) for three in (self.keys, self.values))
-        k_cmp, v_cmp = (None if x is None else x.to(dtype) for x in (self.k_cmp, self.v_cmp))
-        return Operands(self.q.to(dtype), keys, values, k_cmp, v_cmp, self.gates)
+        if dtype is None:
+            return self
+        return replace(replace(self, gates=None).each(lambda x: x.to(dtype)), gates=self.gates)
 
     def check(self, config: NSAConfig, packed: bool) -> None:
         """Raise InputError for the first tensor whose shape, dtype or device does not fit."""
@@ -73,15 +70,19 @@ class Operands:
             if not packed:
                 check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
 
-    def each(self, change: Callable[[Tensor], Tensor], compressed: Callable[[Tensor], Tensor]) -> Operands:
-        """These tensors changed, k_cmp and v_cmp by `compressed`; shared ones stay shared."""
-        keys, values = each_once(change, self.keys), each_once(change, self.values)
-        k_cmp, v_cmp = (None if x is None else compressed(x) for x in (self.k_cmp, self.v_cmp))
-        return Operands(change(self.q), keys, values, k_cmp, v_cmp, None if self.gates is None else change(self.gates))
-
-    def joined(self) -> Operands:
-        """Packed operands with a batch axis of one."""
-        return self.each(lambda x: x[None], lambda x: x[None])
+    def each(
+        self, change: Callable[[Tensor], Tensor], compressed: Callable[[Tensor], Tensor] | None = None
+    ) -> Operands:
+        """These tensors changed, k_cmp and v_cmp by `compressed` if given; shared ones stay shared."""
+        by_branch: list[Triple] = []
+        for cmp, slc, win in (self.keys, self.values):
+            for_cmp = change(cmp)
+            for_slc = for_cmp if slc is cmp else change(slc)
+            by_branch.append((for_cmp, for_slc, for_cmp if win is cmp else for_slc if win is slc else change(win)))
+        keys, values = by_branch
+        k_cmp, v_cmp = (None if x is None else (compressed or change)(x) for x in (self.k_cmp, self.v_cmp))
+        gates = None if self.gates is None else change(self.gates)
+        return Operands(change(self.q), keys, values, k_cmp, v_cmp, gates)
 
     def nothing(self) -> Tensor:
         """Attention of no query, as q [..,0,..] with the head dim of v: without elements; its gradients are zeros."""
@@ -89,58 +90,26 @@ class Operands:
         zero = 0 * torch.stack([x.sum() for x in given if x is not None]).sum()
         return self.q.new_zeros(*self.q.shape[:-1], self.values[0].shape[-1]) + zero
 
-    def sequences(self, cu_seqlens: Tensor, config: NSAConfig) -> Iterator[Operands]:
-        """Operands of each packed sequence with tokens, with a batch axis of one. Reads cu_seqlens on the host."""
-        spans = sequence_spans(cu_seqlens, self.q.shape[0])
-        tokens = [config.cmp_tokens(end - start) for start, end in spans]
-        for name, x in (("k_cmp", self.k_cmp), ("v_cmp", self.v_cmp)):
-            if x is not None:
-                check_tokens(name, x, sum(tokens))
-        first = 0
-        for (start, end), count in zip(spans, tokens, strict=True):
-            if start < end:
-                tokens, last = slice(start, end), first + count
-                yield self.each(lambda x, at=tokens: x[None, at], lambda x, at=slice(first, last): x[None, at])
-                first = last
 
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of x in a product under autocast; its own where autocast is off, and always for float64."""
-    return torch.get_autocast_dtype(_autocast_kind(x)) if _under_autocast(x) and x.dtype != torch.float64 else x.dtype
-
-
-def _under_autocast(x: Tensor) -> bool:
-    kind = _autocast_kind(x)
-    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
-
-
-def _autocast_kind(x: Tensor) -> str:
-    """The kind of device whose autocast holds for x; for tensors without memory that of the CPU."""
-    return "cpu" if x.is_meta else x.device.type
-
-
-@constant  # PyTorch 2.11 cannot trace is_autocast_available
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Dtype of x in a product under autocast; None where autocast is off, and for float64, which it leaves alone."""
+    kind = _autocast_kind(x.device.type)
+    if kind is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Context without autocast, for the operators, which choose the dtypes of their products themselves."""
-    kind = _autocast_kind(x)
-    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
+    kind = _autocast_kind(x.device.type)
+    return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
 
 
-def each_once(change: Callable[[Tensor], Tensor], tensors: Triple) -> Triple:
-    """Map each tensor once, keeping shared tensors shared."""
-    cmp, slc, win = tensors
-    for_cmp = change(cmp)
-    for_slc = for_cmp if slc is cmp else change(slc)
-    return for_cmp, for_slc, for_cmp if win is cmp else for_slc if win is slc else change(win)
-
-
-def triple(tensors: Iterable[Tensor]) -> Triple:
-    cmp, slc, win = tensors
-    return cmp, slc, win
+@constant  # PyTorch 2.11 cannot trace is_autocast_available
+def _autocast_kind(device: str) -> str | None:
+    """Kind of device whose autocast holds on `device`, for tensors without memory that of the CPU; None without one."""
+    kind = "cpu" if device == "meta" else device
+    return kind if torch.amp.is_autocast_available(kind) else None
 
 
 def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
@@ -149,7 +118,7 @@ def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
         return x, x, x
     if not isinstance(x, tuple | list) or len(x) != 3 or not all(isinstance(part, Tensor) for part in x):
         raise InputError(name, type(x).__name__, "give one tensor, or a tuple of three: cmp, slc, win")
-    return triple(iter(x))
+    return x[0], x[1], x[2]
 
 
 def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **tensors: Tensor) -> None:
@@ -167,26 +136,6 @@ def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
-
-
-def sequence_spans(cu_seqlens: Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence, empty ones included. Reads cu_seqlens once; raises InputError."""
-    fix = bounds_fix(total)
-    if not isinstance(cu_seqlens, Tensor):
-        raise InputError("cu_seqlens", type(cu_seqlens).__name__, fix)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise InputError("cu_seqlens", _text(cu_seqlens), fix)
-    bounds = cu_seqlens.flatten().tolist()
-    ascending = len(bounds) > 1 and all(a <= b for a, b in pairwise(bounds))
-    if cu_seqlens.dim() != 1 or not ascending or bounds[0] != 0 or bounds[-1] != total:
-        text = str(bounds)
-        raise InputError("cu_seqlens", text if len(text) <= 80 else f"{text[:77]}...", fix)
-    return list(pairwise(bounds))
-
-
-def bounds_fix(total: int) -> str:
-    """The fix for bounds of sequences of `total` tokens that are none."""
-    return f"give an int32 tensor that ascends from 0 to the {total} tokens of the input: the bounds of the sequences"
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:

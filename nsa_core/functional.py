@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from . import _inputs
 from ._inputs import Operands
-from .backends import Backend, FusedBackend, Heads, dense, resolve, triton
+from .backends import Backend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
-from .packed_sequences import Packing, checked_bounds, packing
-from .routes import Branch, profiled
+from .packed_sequences import checked_bounds, checked_packing, compute_packed, sequence_spans
+from .routes import BRANCHES, Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
-BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
 
 
 def nsa_attention(
@@ -79,21 +78,17 @@ def nsa_attention(
     operands.check(config, cu_seqlens is not None)
     steps = ("select", *computed) if "slc" in computed else computed
     backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
-    factor = _scale(scale, q)
+    attend = partial(_attend, config=config, scale=_scale(scale, q), branches=computed, backends=backends)
+    _check_compression(config, (k_cmp, v_cmp)[: 2 if "cmp" in computed else int("slc" in computed)])
     if _is_empty(q, cu_seqlens, max_seqlen):
         return operands.nothing()
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
-            return _attend(operands, config, factor, computed, backends)
-        at_once = all(each is triton for each in backends.values())  # which takes packed sequences as they are
-        if not at_once and max_seqlen is None:
-            sequences = operands.sequences(cu_seqlens, config)
-            return torch.cat([_attend(one, config, factor, computed, backends)[0] for one in sequences])
-        places = packing(cu_seqlens, max_seqlen, len(q), q.device)
-        if not at_once:
-            return places.packed(_attend(places.batch(operands, config), config, factor, computed, backends))
-        places.check_compressed(config, operands.k_cmp, operands.v_cmp)
-        return _attend_at_once(operands.joined(), config, factor, computed, triton, places)[0]
+            return attend(operands)
+        if all(each is triton for each in backends.values()):  # it takes packed sequences as they are
+            bounds = checked_packing(operands, config, cu_seqlens, max_seqlen)
+            return attend(operands.each(lambda x: x[None]), bounds=bounds)[0]
+        return compute_packed(attend, operands, config, cu_seqlens, max_seqlen)
 
 
 def select_blocks(
@@ -131,21 +126,17 @@ def select_blocks(
     operands.check(config, cu_seqlens is not None)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
     factor = _scale(scale, q)
+    _check_compression(config, (k_cmp,))
     if _is_empty(q, cu_seqlens, max_seqlen):
         return q.new_empty(*q.shape[:-2], k.shape[-2], config.slc_count, dtype=torch.int32)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
             return _select(operands, config, factor, chosen)
-        if chosen is not triton and max_seqlen is None:
-            sequences = operands.sequences(cu_seqlens, config)
-            return torch.cat([_select(one, config, factor, chosen)[0] for one in sequences])
-        places = packing(cu_seqlens, max_seqlen, len(q), q.device)
-        if chosen is not triton:
-            return places.packed(_select(places.batch(operands, config), config, factor, chosen))
-        places.check_compressed(config, operands.k_cmp, None)
-        one = operands.joined()
-        _check_compression(one, config, "slc")
-        return triton.select_packed(one.q, one.keys[0], one.k_cmp, config, factor, places.bounds, places.longest)[0]
+        if chosen is triton:
+            bounds = checked_packing(operands, config, cu_seqlens, max_seqlen)
+            return triton.select_packed(operands.each(lambda x: x[None]), config, factor, *bounds)[0]
+        select = partial(_select, config=config, scale=factor, backend=chosen)
+        return compute_packed(select, operands, config, cu_seqlens, max_seqlen)
 
 
 def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -164,15 +155,13 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
         InputError: a wrong shape, or a learned compression, which only the layer computes.
     """
     _inputs.check_types(config, x=x, optional={})
-    if config.compress != "mean":
-        fix = 'pass k_cmp and v_cmp, made by the layer\'s learned compression, or use compress="mean"'
-        raise InputError("compress", repr(config.compress), fix)
+    _check_compression(config, (None,))
     _inputs.check_sequence("x", x, cu_seqlens is not None)
     if _is_empty(x, cu_seqlens):
         return x if cu_seqlens is not None else x[:, : config.cmp_tokens(x.shape[1])]
     if cu_seqlens is None:
         return _block_means(x, config)
-    spans = _inputs.sequence_spans(cu_seqlens, x.shape[0])
+    spans = sequence_spans(cu_seqlens, x.shape[0])
     return torch.cat([_block_means(x[None, start:end], config)[0] for start, end in spans])
 
 
@@ -227,64 +216,38 @@ def _is_empty(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = Non
     return x.numel() == 0
 
 
+def _check_compression(config: NSAConfig, needed: Sequence[Tensor | None]) -> None:
+    """Raise InputError if one of the `needed` compressed tensors is missing and only the layer can make it."""
+    if config.compress != "mean" and any(x is None for x in needed):
+        fix = 'pass k_cmp and v_cmp, made by the layer\'s learned compression, or use compress="mean"'
+        raise InputError("compress", repr(config.compress), fix)
+
+
 def _attend(
-    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend]
-) -> Tensor:
-    """Gated sum; a fused backend computes its branches at once, unless another backend selects their blocks."""
+    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend],
+    bounds: tuple[Tensor, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Gated sum; triton computes its branches at once, unless another backend selects their blocks.
+
+    Packed operands with a batch axis of one have the `bounds` of checked_packing; then all backends are triton.
+    """
     assert operands.gates is not None
-    gate = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
+    gates = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
     parts: list[Tensor] = []
-    for backend in _distinct(backends[branch] for branch in branches):
-        own: tuple[Branch, ...] = tuple(branch for branch in branches if backends[branch] is backend)
-        if _is_fused(backend) and ("slc" not in own or backends["select"] is backend):
+    remaining: tuple[Branch, ...] = branches
+    while remaining:  # no dict of backends: torch.compile takes one module under two names for two keys
+        backend = backends[remaining[0]]
+        own: tuple[Branch, ...] = tuple(branch for branch in remaining if backends[branch] is backend)
+        remaining = tuple(branch for branch in remaining if branch not in own)
+        if backend is triton and ("slc" not in own or backends["select"] is triton):
             with profiled(own):
-                parts.append(_attend_at_once(operands, config, scale, own, backend))
+                parts.append(triton.attend(operands, config, own, scale, bounds))
         else:
-            parts += [_branch(branch, operands, gate[branch], config, scale, backends) for branch in own]
+            parts += [_branch(branch, operands, gates[branch], config, scale, backends) for branch in own]
     out = parts.pop(0)
     while parts:
         out += parts.pop(0)  # frees the part
     return out
-
-
-def _distinct(backends: Iterable[Backend]) -> list[Backend]:
-    """Each backend once, in order. No dict: torch.compile takes one module under two names for two keys."""
-    found: list[Backend] = []
-    for backend in backends:
-        if not any(backend is other for other in found):
-            found.append(backend)
-    return found
-
-
-def _is_fused(backend: Backend) -> TypeGuard[FusedBackend]:
-    """Whether it is a FusedBackend; torch.compile cannot trace isinstance with a protocol."""
-    return hasattr(backend, "attend")
-
-
-def _attend_at_once(
-    operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backend: FusedBackend,
-    places: Packing | None = None,
-) -> Tensor:  # fmt: skip
-    """Gated sum of `branches`; of packed sequences [1,total,..] with their `places`, which only triton takes."""
-    assert operands.gates is not None
-    pairs = dict(zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True))
-    gates = operands.gates
-    if len(branches) < len(BRANCHES):
-        gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
-    compressed = operands.k_cmp, operands.v_cmp
-    _check_compression(operands, config, *branches)
-    if places is not None:
-        bounds = places.bounds, places.longest
-        with profiled(branches):
-            return triton.attend_packed(operands.q, pairs, compressed, gates, config, branches, scale, *bounds)
-    return backend.attend(operands.q, pairs, compressed, gates, config, branches, operands.offset, scale)
-
-
-def _check_compression(operands: Operands, config: NSAConfig, *branches: Branch) -> None:
-    """Raise InputError if compressed tokens are missing that only the layer can make."""
-    needed = (operands.k_cmp, operands.v_cmp)[: 2 if "cmp" in branches else int("slc" in branches)]
-    if config.compress != "mean" and any(x is None for x in needed):
-        compress(operands.keys[0], config)  # raises
 
 
 def _branch(

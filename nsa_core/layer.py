@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ._inputs import triple, without_autocast
-from .cache import DenseCache, NSACache, Triple
+from ._inputs import Triple, without_autocast
+from .cache import DenseCache, NSACache
 from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
-from .functional import BRANCHES, compress, dense_attention, nsa_attention, ordered_branches
+from .functional import compress, dense_attention, nsa_attention, ordered_branches
 from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
-from .routes import Branch
+from .routes import BRANCHES, Branch
 
 
 class LearnedCompression(nn.Module):
@@ -99,12 +99,7 @@ class NativeSparseAttention(nn.Module):
             self.compress_v = LearnedCompression(self.config, head_dim)
 
     def new_cache(self, capacity: int | None = None) -> NSACache:
-        """An empty cache for `forward`, with room for `capacity` tokens from the start if given.
-
-        Raises:
-            InputError: the layer lacks a branch.
-        """
-        self._check_decodes()
+        """An empty cache for `forward`, with room for `capacity` tokens from the start if given."""
         return NSACache(self.config, capacity)
 
     def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
@@ -118,12 +113,17 @@ class NativeSparseAttention(nn.Module):
                 a branch.
         """
         if cache is not None:
-            self._check_decodes()
+            if self.branches != BRANCHES:
+                raise InputError("branches", self.branches, "use all three to decode with a cache")
             cache.check(*x.shape[:2])
             if cache.length > 0:
                 return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
         q, k, v, gates = self._project(x)
-        k_cmp, v_cmp = self._compressed(k[0], v[0])
+        k_cmp, v_cmp = None, None
+        if "cmp" in self.branches:
+            k_cmp, v_cmp = self._compress(k[0], v[0], 0)
+        elif "slc" in self.branches:  # the selection needs no value
+            k_cmp = self._rotated(compress(k[0], self.config), 0)
         sides = q, k, v, gates, self.config
         out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend, branches=self.branches)
         if cache is not None:
@@ -143,31 +143,23 @@ class NativeSparseAttention(nn.Module):
             from .kernels.training.heads import split_heads  # needs Triton
 
             bias = self.gate_proj.bias
-            q, *rest = split_heads(product(x, self._projections), bias, cos, sin, self.heads, self.kv_heads)
-            return q, triple(rest[:3]), triple(rest[3:6]), rest[6]
+            joined = product(x, (self.q_proj, self.k_proj, self.v_proj, self.gate_proj))
+            parts = split_heads(joined, bias, cos, sin, self.heads, self.kv_heads)
+            q, k_cmp, k_slc, k_win, v_cmp, v_slc, v_win, gates = parts
+            return q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win), gates
         q, k, v, gates = self._heads_of(x)
         keys = [y if name == "cmp" else rotate(y, cos, sin) for name, y in zip(self._keyed, k.unbind(2), strict=True)]
         gates = torch.sigmoid(gates)
         if self.branches != BRANCHES:
             gates = torch.stack(_in_places(gates.unbind(-1), self.branches), -1)
-        places = triple(_in_places(keys, self._keyed)), triple(_in_places(v.unbind(2), self.branches))
-        return rotate(q, cos, sin), *places, gates
+        values = _in_places(v.unbind(2), self.branches)
+        return rotate(q, cos, sin), _in_places(keys, self._keyed), values, gates
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Unrotated q [B,S,Hq,D], k and v [B,S,n,Hkv,D] of the n branches that have some, gate logits [B,S,Hq,n]."""
-        q, k, v, gates = side_by_side(x, self._projections)
+        q, k, v, gates = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj, self.gate_proj))
         k, v = (y.unflatten(-1, (-1, self.kv_heads, self.head_dim)) for y in (k, v))
         return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, -1))
-
-    @property
-    def _projections(self) -> tuple[nn.Linear, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.gate_proj
-
-    def _compressed(self, k: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Compressed keys and values of the sequence, where the branches need them; the selection needs no value."""
-        if "cmp" in self.branches:
-            return self._compress(k, v, 0)
-        return (self._rotated(compress(k, self.config), 0), None) if "slc" in self.branches else (None, None)
 
     def _compress(self, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
         """Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first at `position`."""
@@ -185,10 +177,6 @@ class NativeSparseAttention(nn.Module):
         """Compressed keys, each rotated to the position of its block's first token."""
         starts = torch.arange(k_cmp.shape[1], device=k_cmp.device) * self.config.cmp_stride + position
         return rotate(k_cmp, *angles(starts, self.head_dim, self.rope_theta, k_cmp.dtype))
-
-    def _check_decodes(self) -> None:
-        if self.branches != BRANCHES:
-            raise InputError("branches", self.branches, "use all three to decode with a cache")
 
     def _step(self, x: Tensor, cache: NSACache) -> Tensor:
         """Output [B,1,dim] of one token x [B,1,dim] that continues the cache."""
@@ -244,9 +232,10 @@ def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, 
     return ordered
 
 
-def _in_places(found: Sequence[Tensor], names: Sequence[Branch]) -> list[Tensor]:
+def _in_places(found: Sequence[Tensor], names: Sequence[Branch]) -> Triple:
     """One tensor for each of BRANCHES: the named one's, or any in the place of one that is missing."""
-    return [found[names.index(name)] if name in names else found[0] for name in BRANCHES]
+    cmp, slc, win = (found[names.index(name)] if name in names else found[0] for name in BRANCHES)
+    return cmp, slc, win
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

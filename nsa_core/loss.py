@@ -28,7 +28,7 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
         targets: [N], whole numbers in 0 .. V - 1, or IGNORED; any other value makes the result infinite.
         rows: rows of x whose logits are held at a time.
     """
-    dtype, fused = autocast_dtype(x), in_compiled_training(x)
+    dtype, fused = autocast_dtype(x) or x.dtype, in_compiled_training(x)
     counted = (targets != IGNORED).sum().clamp(min=1)
     with without_autocast(x):
         if torch.is_grad_enabled():

@@ -20,7 +20,7 @@ def side_by_side(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     place of one per layer and their sum, and a narrow layer costs no product of its own. Elsewhere each layer runs by
     itself: concatenating the weights costs time unless a compiler fuses it with their cast.
     """
-    if not _in_compiled_training():
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return [layer(x) for layer in layers]
     joined, widths = product(x, layers), [layer.out_features for layer in layers]
     parts = joined.split([*widths, joined.shape[-1] - sum(widths)], -1)
@@ -38,11 +38,7 @@ def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 def in_compiled_training(x: Tensor) -> bool:
     """Whether this is training compiled for a GPU in half precision, for which there are kernels around attention."""
-    if not (_in_compiled_training() and x.is_cuda):
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled() and x.is_cuda):
         return False
-    dtype = autocast_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     return dtype.itemsize == 2 and triton.unavailable(x.device, dtype) is None
-
-
-def _in_compiled_training() -> bool:
-    return torch.compiler.is_compiling() and torch.is_grad_enabled()

@@ -31,91 +31,38 @@ def compressed(
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1 (Eq. 8 to 12)."""
+    """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1 (Eq. 8 to 12).
+
+    Those of a query are the n best candidates: forced ones first, then by (score descending, index ascending).
+    """
     note("select", "reference")
     with torch.no_grad():
         scores = block_scores(q, k_cmp, config, offset, scale)
-        return _choose(scores, _positions(q, offset), config).transpose(1, 2).contiguous()
+        index = torch.arange(scores.shape[-1], device=scores.device)
+        own = (positions(q, offset) // config.slc_block)[:, None]
+        candidate = index <= own
+        forced = candidate & ((index < config.init_blocks) | (index > own - config.local_blocks))
+        ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
+        order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., : config.slc_count]
+        is_candidate = candidate.expand_as(scores).gather(-1, order)
+        after_all = scores.shape[-1]
+        ascending = order.masked_fill(~is_candidate, after_all).sort(-1).values
+        chosen = ascending.new_full((*scores.shape[:-1], config.slc_count), -1)
+        chosen[..., : ascending.shape[-1]] = ascending.masked_fill(ascending == after_all, -1)
+        return chosen.int().transpose(1, 2).contiguous()
 
 
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """p_slc [B,Hkv,S,blocks] of every selection block up to that of the last query (Eq. 8 to 10)."""
-    p = _compressed_probabilities(q, k_cmp, config, offset, scale)  # [B,H,S,N]
-    return _importance(p, k_cmp.shape[2], offset + q.shape[1], config)
-
-
-def selected(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
-) -> Tensor:
-    """Selected branch [B,S,H,Dv]: attention over the tokens of the chosen blocks at positions <= t."""
-    note("slc", "reference")
-    tokens = torch.arange(k.shape[1], device=q.device)
-    positions = _positions(q, k.shape[1] - q.shape[1])
-    chosen = (blocks.transpose(1, 2).unsqueeze(-1) == tokens // config.slc_block).any(3)  # [B,Hkv,S,T]
-    visible = chosen & (tokens <= positions[:, None])
-    group = q.shape[2] // k.shape[2]
-    p = _masked_softmax(_scores(q, k, scale), visible.repeat_interleave(group, 1))
-    return _weigh(p, v, gate, q.dtype)
-
-
-def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Window branch [B,S,H,Dv]: attention over positions max(0, t - window + 1) .. t."""
-    note("win", "reference")
-    tokens = torch.arange(k.shape[1], device=q.device)
-    positions = _positions(q, k.shape[1] - q.shape[1])[:, None]
-    visible = (tokens <= positions) & (tokens > positions - window)
-    return _weigh(_masked_softmax(_scores(q, k, scale), visible), v, gate, q.dtype)
-
-
-def _positions(q: Tensor, offset: int) -> Tensor:
-    return torch.arange(q.shape[1], device=q.device) + offset
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """x [B,T,Hkv,D] as [B,heads,T,D], each kv head repeated for its group."""
-    return _wide(x).transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scores q·k·scale, [B,H,S,T]."""
-    return _wide(q).transpose(1, 2) @ _per_query_head(k, q.shape[2]).transpose(-1, -2) * scale
-
-
-def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries; zeros, and not NaN, in rows that see none."""
-    least = torch.finfo(scores.dtype).min
-    return torch.softmax(scores.masked_fill(~visible, least), -1).masked_fill(~visible, 0)
-
-
-def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Gated output gate · Σ_s p[t,s] v[s], [B,S,H,Dv]."""
-    out = (p @ _per_query_head(v, p.shape[1])).transpose(1, 2)
-    if gate is not None:
-        out = out * _wide(gate).unsqueeze(-1)
-    return out.to(dtype)
-
-
-def _compressed_probabilities(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """p_cmp [B,H,S,N] (Eq. 8): softmax over the tokens i whose last position i·d + l - 1 is <= t."""
-    ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
-    visible = ends <= _positions(q, offset)[:, None]
-    return _masked_softmax(_scores(q, k_cmp, scale), visible)
-
-
-def _importance(p: Tensor, kv_heads: int, seq_len: int, config: NSAConfig) -> Tensor:
-    """p_slc [B,Hkv,S,blocks] (Eq. 9 and 10).
+    """p_slc [B,Hkv,S,blocks] of every selection block up to that of the last query (Eq. 8 to 10).
 
     Sums run in a fixed order, one head after the other and one token after the other, so that blocks of equal
     importance get equal scores to the last bit.
     """
+    p, kv_heads = _compressed_probabilities(q, k_cmp, config, offset, scale), k_cmp.shape[2]
     batch, heads, rows, tokens = p.shape
     per_head = p.view(batch, kv_heads, heads // kv_heads, rows, tokens).unbind(2)
     shared = sum(per_head[1:], per_head[0])  # [B,Hkv,S,N]
-    scores = p.new_zeros(batch, kv_heads, rows, config.slc_blocks(seq_len))
+    scores = p.new_zeros(batch, kv_heads, rows, config.slc_blocks(offset + rows))
     for j in range(scores.shape[-1]):
         start, end = j * config.slc_block, (j + 1) * config.slc_block
         first = max(0, (start - config.cmp_block) // config.cmp_stride + 1)  # of the tokens that overlap block j
@@ -126,17 +73,59 @@ def _importance(p: Tensor, kv_heads: int, seq_len: int, config: NSAConfig) -> Te
     return scores
 
 
-def _choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
-    """The n best candidates [.., S, n]: forced ones first, then by (score descending, index ascending)."""
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    own = (positions // config.slc_block)[:, None]
-    candidate = index <= own
-    forced = candidate & ((index < config.init_blocks) | (index > own - config.local_blocks))
-    ranked = scores.masked_fill(forced, torch.inf).masked_fill(~candidate, -torch.inf)
-    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., : config.slc_count]
-    is_candidate = candidate.expand_as(scores).gather(-1, order)
-    after_all = scores.shape[-1]
-    ascending = order.masked_fill(~is_candidate, after_all).sort(-1).values
-    chosen = ascending.new_full((*scores.shape[:-1], config.slc_count), -1)
-    chosen[..., : ascending.shape[-1]] = ascending.masked_fill(ascending == after_all, -1)
-    return chosen.int()
+def selected(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
+) -> Tensor:
+    """Selected branch [B,S,H,Dv]: attention over the tokens of the chosen blocks at positions <= t."""
+    note("slc", "reference")
+    tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
+    chosen = (blocks.transpose(1, 2).unsqueeze(-1) == tokens // config.slc_block).any(3)  # [B,Hkv,S,T]
+    visible = chosen & (tokens <= rows)
+    group = q.shape[2] // k.shape[2]
+    p = _masked_softmax(_scores(q, k, scale), visible.repeat_interleave(group, 1))
+    return _weigh(p, v, gate, q.dtype)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+    """Window branch [B,S,H,Dv]: attention over positions max(0, t - window + 1) .. t."""
+    note("win", "reference")
+    tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
+    visible = (tokens <= rows) & (tokens > rows - window)
+    return _weigh(_masked_softmax(_scores(q, k, scale), visible), v, gate, q.dtype)
+
+
+def positions(q: Tensor, offset: int) -> Tensor:
+    """Positions [S] of the rows of q [B,S,..]."""
+    return torch.arange(q.shape[1], device=q.device) + offset
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scores q·k·scale, [B,H,S,T], each kv head repeated for its group."""
+    group = q.shape[2] // k.shape[2]
+    return wide(q).transpose(1, 2) @ wide(k).transpose(1, 2).repeat_interleave(group, 1).transpose(-1, -2) * scale
+
+
+def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible entries; zeros, and not NaN, in rows that see none."""
+    least = torch.finfo(scores.dtype).min
+    return torch.softmax(scores.masked_fill(~visible, least), -1).masked_fill(~visible, 0)
+
+
+def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Gated output gate · Σ_s p[t,s] v[s], [B,S,H,Dv]."""
+    out = (p @ wide(v).transpose(1, 2).repeat_interleave(p.shape[1] // v.shape[2], 1)).transpose(1, 2)
+    if gate is not None:
+        out = out * wide(gate).unsqueeze(-1)
+    return out.to(dtype)
+
+
+def _compressed_probabilities(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
+    """p_cmp [B,H,S,N] (Eq. 8): softmax over the tokens i whose last position i·d + l - 1 is <= t."""
+    ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
+    visible = ends <= positions(q, offset)[:, None]
+    return _masked_softmax(_scores(q, k_cmp, scale), visible)

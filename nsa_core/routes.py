@@ -18,6 +18,7 @@ from torch._C._profiler import _RecordFunctionFast
 from ._tracing import constant
 
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
+BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
 
 RANGE = "nsa_core."
 """Start of the names of ranges in a profile."""

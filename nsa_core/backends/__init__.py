@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ __all__ = [
     "TRITON",
     "WINDOW_BACKENDS",
     "Backend",
-    "FusedBackend",
     "Heads",
-    "WindowBackend",
     "available_backends",
     "backend_names",
     "default",
@@ -43,8 +41,8 @@ __all__ = [
 ]
 
 
-class WindowBackend(Protocol):
-    """A backend module that computes at least the window branch.
+class Backend(Protocol):
+    """A module that computes branches; those of WINDOW_BACKENDS alone have no more than `window`.
 
     Every function takes q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and returns
     [B,S,Hq,Dv] in q's dtype. `gate` [B,S,Hq] multiplies the branch's output; None stands for ones.
@@ -57,10 +55,6 @@ class WindowBackend(Protocol):
     def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
         """Window branch over the last `window` positions, the query's own included."""
         ...
-
-
-class Backend(WindowBackend, Protocol):
-    """A backend module that computes every branch."""
 
     def compressed(
         self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
@@ -79,33 +73,10 @@ class Backend(WindowBackend, Protocol):
         ...
 
 
-@runtime_checkable
-class FusedBackend(Backend, Protocol):
-    """A backend that can also compute all branches at once, sharing their common work."""
-
-    def attend(
-        self,
-        q: Tensor,
-        pairs: Mapping[Branch, tuple[Tensor, Tensor]],
-        compressed: tuple[Tensor | None, Tensor | None],
-        gates: Tensor,
-        config: NSAConfig,
-        branches: tuple[Branch, ...],
-        offset: int,
-        scale: float,
-    ) -> Tensor:
-        """Gated sum [B,S,Hq,Dv] of `branches`; gates [B,S,Hq,len(branches)] has their columns in this order.
-
-        `pairs` holds the keys and values of all three branches; `compressed` (keys, values) replaces the mean
-        compression of cmp's.
-        """
-        ...
-
-
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {"reference": reference, "naive": naive, "chunked": chunked, "gather": gather, "packed": packed, "triton": triton}
 )
-WINDOW_BACKENDS: Mapping[str, WindowBackend] = MappingProxyType({**BACKENDS, "flash": flash})
+WINDOW_BACKENDS: Mapping[str, Backend] = MappingProxyType({**BACKENDS, "flash": cast(Backend, flash)})
 
 
 def backend_names() -> list[str]:
@@ -122,7 +93,7 @@ def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch 
     """
     offered()
     reasons: dict[str, str | None] = {}
-    for name, backend in {**_backends(branch), **_usable}.items():
+    for name, backend in {**(WINDOW_BACKENDS if branch == "win" else BACKENDS), **_usable}.items():
         try:
             reasons[name] = backend.unavailable(device, dtype)
         except Exception as err:  # of another distribution
@@ -183,13 +154,12 @@ def resolve(
 def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, heads: Heads | None) -> Backend:
     if name == "auto":
         name = default(device, dtype, heads)
-    backend = None
+    backend, backends = None, WINDOW_BACKENDS if branch == "win" else BACKENDS
     if isinstance(name, str):
         _search()
-        backends = _backends(branch)
         backend = backends[name] if name in backends else _usable.get(name)
     if backend is None:
-        fix = f"use one of auto, {', '.join([*_backends(branch), *_usable])}"
+        fix = f"use one of auto, {', '.join([*backends, *_usable])}"
         if isinstance(name, str) and name in WINDOW_BACKENDS:
             fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or {fix.removeprefix("use ")}'
         broken = [one for one in offered() if one.name == name and one.problem is not None]
@@ -199,19 +169,13 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, h
     if reason is not None:
         usable = [other for other, why in available_backends(device, dtype, branch).items() if why is None]
         raise BackendError("backend", repr(name), f"{reason}; use one of auto, {', '.join(usable)}")
-    return cast(Backend, backend)  # a plain WindowBackend only for "win", where only `window` is called
-
-
-def _backends(branch: Branch | None) -> Mapping[str, WindowBackend]:
-    return WINDOW_BACKENDS if branch == "win" else BACKENDS
+    return backend
 
 
 def default(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: Heads | None = None,
+    device: torch.device, dtype: torch.dtype, heads: Heads | None = None,
     reasons: Mapping[str, str | None] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Name of the backend that "auto" takes: "triton" on a GPU where it can, else "chunked", which runs anywhere.
 
     Args:

@@ -1,4 +1,4 @@
-"""Shared parts of the backends in plain PyTorch: the selection of blocks, copies of keys, gates, positions.
+"""Shared parts of the backends in plain PyTorch: the selection of blocks, copies of keys, gates.
 
 The selection's sums run in a fixed order, head after head and token after token, so that equal importance gives equal
 bits; ties go to the lower index. So it does not depend on the chunking, the device or the backend.
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from .._gradients import undifferentiable
 from ..config import NSAConfig
+from ..reference import wide
 
 _INDEX = (1 << 31) - 1  # the lower 32 bits of a key hold _INDEX - index: lower indices make higher keys
 
@@ -54,13 +55,10 @@ def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
     Returns:
         int32 [X,C,slc_count], ascending, padded with -1.
     """
-    blocks = scores.shape[-1]
-    rank = ranked(scores, positions, config)
-    count = min(config.slc_count, blocks)
-    best = _top_sorted(rank, count) if scores.dtype == torch.float64 else _top_keyed(rank, count)
+    best = _best(ranked(scores, positions, config), min(config.slc_count, scores.shape[-1]))
     chosen = best.sort(-1).values
     chosen = chosen.masked_fill_(chosen == _INDEX, -1).int()
-    return pad(chosen, (0, config.slc_count - count), value=-1)
+    return pad(chosen, (0, config.slc_count - chosen.shape[-1]), value=-1)
 
 
 def ranked(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
@@ -71,21 +69,16 @@ def ranked(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
     return scores.masked_fill(forced, torch.inf).masked_fill_(index > own, -1.0)
 
 
-def _top_keyed(rank: Tensor, count: int) -> Tensor:
-    """Indices of the `count` best float32 scores, _INDEX in place of scores below 0.
-
-    The bits of floats >= 0 ascend as the floats do, so that one integer of score bits and inverted index orders fully.
-    """
+def _best(rank: Tensor, count: int) -> Tensor:
+    """Indices of the `count` best scores, _INDEX in place of scores below 0."""
+    if rank.dtype == torch.float64:  # its bits leave no room for an index
+        values, order = rank.sort(dim=-1, descending=True, stable=True)
+        return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)
+    # Bits of floats >= 0 ascend as the floats do, so that one integer of score bits and inverted index orders fully.
     index = torch.arange(rank.shape[-1], device=rank.device)
     keys = (rank.view(torch.int32).long() << 32) | (_INDEX - index)
     best = keys.topk(count, dim=-1, sorted=False).values
     return (_INDEX - (best & _INDEX)).masked_fill_(best < 0, _INDEX)
-
-
-def _top_sorted(rank: Tensor, count: int) -> Tensor:
-    """Indices as `_top_keyed`, for float64, whose bits leave no room for an index."""
-    values, order = rank.sort(dim=-1, descending=True, stable=True)
-    return order[..., :count].masked_fill(values[..., :count] < 0, _INDEX)
 
 
 def copies(x: Tensor, rows: Tensor) -> Tensor:
@@ -115,16 +108,6 @@ class _Copies(torch.autograd.Function):
         else:
             total.index_add_(0, rows, sums)
         return total.to(dout.dtype), None
-
-
-def positions(q: Tensor, offset: int) -> Tensor:
-    """Positions [S] of the rows of q [B,S,..]."""
-    return torch.arange(q.shape[1], device=q.device) + offset
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in float32, or float64 if it is."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def gated(out: Tensor, gate: Tensor | None) -> Tensor:

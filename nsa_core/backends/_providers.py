@@ -84,9 +84,16 @@ def unusable(name: str, host: Host, dtype: torch.dtype, width: int) -> str | Non
     return host.lacks.get(name)
 
 
-def first_usable(names: Iterable[str], host: Host, dtype: torch.dtype, width: int) -> str | None:
-    """First of `names` that can compute it on `host`, or None."""
-    return next((name for name in names if unusable(name, host, dtype, width) is None), None)
+def first_usable(
+    names: Iterable[str], host: Host, dtype: torch.dtype, width: int
+) -> tuple[str, None] | tuple[None, str | None]:
+    """First of `names` that can compute it on `host`; without one None, and the reason of the last."""
+    reason = None
+    for name in names:
+        reason = unusable(name, host, dtype, width)
+        if reason is None:
+            return name, None
+    return None, reason
 
 
 @cache
@@ -116,18 +123,14 @@ def attend(
     """
     tokens, value_dim, width = k.shape[-3], v.shape[-1], common_width(q, v)
     left = None if window is None or window >= tokens else window - 1  # keys before a query's own; None: all
-    out = _ATTEND[name](*(widened(x, width) for x in (q, k, v)), scale, left, bounds)
+    padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))  # pad copies
+    out = _ATTEND[name](*padded, scale, left, bounds)
     return out if value_dim == width else out[..., :value_dim]
 
 
 def common_width(q: Tensor, v: Tensor) -> int:
     """Head dim of queries, keys and values that fused kernels take: the wider one, padded to a multiple of 8."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-
-
-def widened(x: Tensor, width: int) -> Tensor:
-    """x [..,D] padded with zeros to `width`; x itself if it is as wide: `pad` would copy it."""
-    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:

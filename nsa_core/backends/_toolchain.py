@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -15,27 +14,24 @@ from importlib.util import find_spec
 import torch
 
 
-@dataclass(frozen=True)
 class Tested:
-    """Minor versions of a package, the first and the last, that tests/gpu passed with on a card."""
+    """Minor versions of a package, the first and the last, that tests/gpu passed with on a card.
 
-    package: str
-    first: tuple[int, int]
-    last: tuple[int, int]
+    Attributes:
+        requirement: the range as pip takes it: "triton>=3.6,<3.10".
+    """
+
+    def __init__(self, package: str, first: tuple[int, int], last: tuple[int, int]) -> None:
+        self._first, self._last = first, last
+        self.requirement = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
 
     def __contains__(self, version: str) -> bool:
         """Whether a version ("3.6.0", "2.11.0+cu130") is in the range; one that cannot be read is not."""
         found = re.match(r"(\d+)\.(\d+)", version)
-        return found is not None and self.first <= (int(found[1]), int(found[2])) <= self.last
+        return found is not None and self._first <= (int(found[1]), int(found[2])) <= self._last
 
     def __str__(self) -> str:
-        return "{}.{} to {}.{}".format(*self.first, *self.last)
-
-    @property
-    def requirement(self) -> str:
-        """The range as pip takes it: "triton>=3.6,<3.10"."""
-        (major, minor), (last_major, last_minor) = self.first, self.last
-        return f"{self.package}>={major}.{minor},<{last_major}.{last_minor + 1}"
+        return "{}.{} to {}.{}".format(*self._first, *self._last)
 
 
 TRITON = Tested("triton", (3, 6), (3, 9))

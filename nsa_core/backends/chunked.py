@@ -12,7 +12,6 @@ float32.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from .._gradients import undifferentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
-from ..routes import note
+from ..routes import Branch, note
 from . import _common, chunks
 from .chunks import CallShape, ChunkedBranch, Piece, operand_dtype
 
@@ -37,7 +36,7 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    branch = chunks.compressed(CallShape.of(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = chunks.compressed(CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
     return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
 
 
@@ -45,7 +44,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    branch = chunks.compressed(CallShape.of(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = chunks.compressed(CallShape(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
         keys = branch.heads_first(k_cmp)
@@ -63,20 +62,17 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    branch = chunks.selected(CallShape.of(q, v), config, k.shape[1] - q.shape[1], q.device)
+    branch = chunks.selected(CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, blocks, branch, scale)
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Window branch; a chunk of queries sees its own positions and the window before them."""
-    note("win", "chunked")
-    return banded(q, k, v, gate, window, scale)
-
-
-def banded(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-    """Attention over the last `window` positions, for callers that note the route themselves."""
-    branch = chunks.band(CallShape.of(q, v), window, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, None, branch, scale)
+def window(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float, branch: Branch = "win"
+) -> Tensor:
+    """Window branch, or dense attention; a chunk of queries sees its own positions and the window before them."""
+    note(branch, "chunked")
+    pieces = chunks.band(CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, None, pieces, scale)
 
 
 def _attend(
@@ -92,15 +88,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor | None,
-        blocks: Tensor | None,
-        branch: ChunkedBranch,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: ChunkedBranch,
         scale: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v, gate, blocks)
         ctx.branch, ctx.scale = branch, scale
         kv_heads = k.shape[2]
@@ -138,7 +128,11 @@ class _Attend(torch.autograd.Function):
                 ds = _product(dpart, value.mT).sub_(dg).mul_(p).mul_(ctx.scale)
                 _store(dq, piece, _product(ds, key))
                 branch.add(dk, piece, _transposed_product(ds, rows, len(key)))
-        return dq, _as_given(dk, k), _as_given(dv, v), dgate, None, None, None
+        dk, dv = (
+            total[:, : x.shape[1]].unflatten(0, (x.shape[0], kv_heads)).transpose(1, 2).to(x.dtype)
+            for total, x in ((dk, k), (dv, v))
+        )
+        return dq, dk, dv, dgate, None, None, None
 
 
 def _rows(x: Tensor, piece: Piece, kv_heads: int) -> Tensor:
@@ -154,30 +148,18 @@ def _store(x: Tensor, piece: Piece, part: Tensor) -> None:
     into.unflatten(2, (kv_heads, -1)).copy_(part.unflatten(0, (batch, kv_heads)).transpose(1, 2))
 
 
-def _as_given(total: Tensor, like: Tensor) -> Tensor:
-    """Sums [X,T,D] as the gradient of `like` [B,T,H,D], in its dtype."""
-    per_head = total[:, : like.shape[1]].unflatten(0, (like.shape[0], like.shape[2]))
-    return per_head.transpose(1, 2).to(like.dtype)
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product that accumulates and returns float32, or float64 for float64."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.itemsize < 4 else torch.bmm(a, b)
-
-
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x [X,C,G,A] times y [X,A,B] or [X·C,A,B] -> [X,C,G,B]."""
-    return _matmul(_batched(x, len(y)).to(y.dtype), y).view(*x.shape[:-1], y.shape[-1])
+    """x [X,C,G,A] times y [X,A,B] or [X·C,A,B] -> [X,C,G,B] in float32, or float64 for float64."""
+    rows = (x.flatten(1, 2) if len(x) == len(y) else x.flatten(0, 1)).to(y.dtype)
+    out = torch.bmm(rows, y, out_dtype=torch.float32) if y.itemsize < 4 else torch.bmm(rows, y)
+    return out.view(*x.shape[:-1], y.shape[-1])
 
 
 def _transposed_product(x: Tensor, y: Tensor, batch: int) -> Tensor:
-    """x [X,C,G,A] transposed, times y [X,C,G,B] -> [batch,A,B], batch = X or X·C."""
-    return _matmul(_batched(x, batch).to(y.dtype).mT, _batched(y, batch))
-
-
-def _batched(x: Tensor, batch: int) -> Tensor:
-    """x [X,C,G,A] as [batch,R,A]; A may be 0."""
-    return x.reshape(batch, prod(x.shape[:-1]) // batch, x.shape[-1])
+    """x [X,C,G,A] transposed, times y [X,C,G,B] -> [batch,A,B], batch = X or X·C, in float32 or float64."""
+    x, y = (z.flatten(1, 2) if len(z) == batch else z.flatten(0, 1) for z in (x, y))
+    x = x.to(y.dtype).mT
+    return torch.bmm(x, y, out_dtype=torch.float32) if y.itemsize < 4 else torch.bmm(x, y)
 
 
 def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Tensor:

@@ -28,7 +28,6 @@ _assumed: ContextVar[str] = ContextVar("nsa_core_chunks_device", default="cuda")
 _NARROWEST_BAND = 64  # a window chunk may have so many rows, however narrow the window
 
 
-@dataclass(frozen=True)
 class CallShape:
     """Sizes of one branch's call, on which the size of a chunk depends.
 
@@ -36,34 +35,17 @@ class CallShape:
         batch, rows, heads, dim: sizes of q [B,S,Hq,Dk].
         kv_heads, value_dim: sizes of v [B,T,Hkv,Dv].
         element: bytes of an operand of the products: 2 for half precision on CUDA, 4 for float32, 8 for float64.
-        device: its kind, "cpu" or "cuda".
+        accumulator: bytes of an accumulator: float32, or float64 for float64 operands.
+        budget: bytes that one chunk's workspace may take.
     """
 
-    batch: int
-    rows: int
-    heads: int
-    dim: int
-    kv_heads: int
-    value_dim: int
-    element: int
-    device: str
-
-    @classmethod
-    def of(cls, q: Tensor, v: Tensor) -> CallShape:
-        batch, rows, heads, dim = q.shape
-        element = operand_dtype(q).itemsize
-        return cls(batch, rows, heads, dim, v.shape[2], v.shape[3], element, _device(q))
-
-    @property
-    def accumulator(self) -> int:
-        """Bytes of an accumulator: float32, or float64 for float64 operands."""
-        return max(4, self.element)
-
-    @property
-    def budget(self) -> int:
-        """Bytes that one chunk's workspace may take."""
-        floor, ceiling = _BUDGET.get(self.device, _BUDGET["cuda"])
-        return min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self.batch, self.rows, self.heads, self.dim = q.shape
+        self.kv_heads, self.value_dim = v.shape[2:]
+        self.element = operand_dtype(q).itemsize
+        self.accumulator = max(4, self.element)
+        floor, ceiling = _BUDGET.get(_assumed.get() if q.is_meta else q.device.type, _BUDGET["cuda"])
+        self.budget = min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
 
     def chunk(self, keys: int, gathered: int = 0) -> int:
         """Queries of a chunk in which each has `keys` keys, of which it gathers so many bytes of its own.
@@ -76,7 +58,8 @@ class CallShape:
 
 def operand_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the products' operands: half precision only on CUDA, which accumulates it in float32."""
-    return torch.float32 if x.itemsize < 4 and _device(x) != "cuda" else x.dtype
+    device = _assumed.get() if x.is_meta else x.device.type
+    return torch.float32 if x.itemsize < 4 and device != "cuda" else x.dtype
 
 
 @contextmanager
@@ -87,10 +70,6 @@ def assume(device: str) -> Iterator[None]:
         yield
     finally:
         _assumed.reset(token)
-
-
-def _device(x: Tensor) -> str:
-    return _assumed.get() if x.is_meta else x.device.type
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .._inputs import sequence_spans
 from .._tracing import constant
 from ..errors import BackendError
-from ..packed_sequences import checked_bounds
+from ..packed_sequences import checked_bounds, sequence_spans
 from ..routes import note
 from . import _providers, chunked
 from ._providers import Host
@@ -45,10 +44,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
     names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
     if names[0] in _SDPA:
         return _sdpa(q, k, v, scale, names)
+    if names[0] not in _providers.PROVIDERS:
+        return chunked.window(q, k, v, None, window or tokens, scale, "dense")
     note("dense", names[0])
-    if names[0] in _providers.PROVIDERS:
-        return _providers.attend(names[0], q, k, v, scale, window)
-    return chunked.banded(q, k, v, None, window or tokens, scale)
+    return _providers.attend(names[0], q, k, v, scale, window)
 
 
 def packed(
@@ -119,7 +118,7 @@ def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) ->
     """
     hopper = host.capability is not None and host.capability[0] >= 9
     ahead = {"band": _providers.PROVIDERS, "square": ("flash-attn-4",) if hopper else ("flash-attn-2",), "one row": ()}
-    provider = _providers.first_usable(ahead[layout], host, dtype, width)
+    provider, _ = _providers.first_usable(ahead[layout], host, dtype, width)
     if provider is not None:
         return (provider,)
     if layout == "band":
@@ -132,7 +131,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...])
     one_row = q.shape[1] == 1
     causal = not one_row  # a plain bool, also where torch.compile traces the length as a symbol
     value_dim, width = v.shape[-1], _providers.common_width(q, v)
-    q, k, v = (_providers.widened(x, width).transpose(1, 2) for x in (q, k, v))
+    padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))  # pad copies
+    q, k, v = (x.transpose(1, 2) for x in padded)
     grouped = q.shape[1] != k.shape[1]
     kernel = _first_viable(order, q, k, v, causal, grouped)
     if kernel in (None, "sdpa-math") and grouped:  # not every fused kernel has groups: repeat keys for each query head
@@ -169,16 +169,9 @@ def _ask(order: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, causal: bool, 
 
 @constant
 def _ask_while_tracing(
-    order: tuple[str, ...],
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    rows: int,
-    device: str,
-    dtype: torch.dtype,
-    trained: bool,
-    grouped: bool,
-) -> str | None:
+    order: tuple[str, ...], heads: int, kv_heads: int, dim: int, rows: int, device: str, dtype: torch.dtype,
+    trained: bool, grouped: bool,
+) -> str | None:  # fmt: skip
     """Answer of `_ask` on stand-in tensors of these sizes: torch.compile has none to pass while it traces."""
     row = torch.empty(dim, device=device, dtype=dtype, requires_grad=trained)
     q, k = row.expand(1, heads, rows, dim), row.expand(1, kv_heads, 64, dim)

@@ -25,7 +25,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it runs on cuda, not on {device.type}"
     # Without a GPU here the question is about another host: assume the oldest GPU that has kernels.
     host = _providers.here(device) if torch.cuda.is_available() else _providers.Host((8, 0), {})
-    return _why_not(host, dtype, 0)
+    _, reason = _providers.first_usable(_providers.PROVIDERS, host, dtype, 0)
+    return reason
 
 
 def window(
@@ -45,13 +46,7 @@ def window(
 @constant
 def _fastest(device: torch.device, dtype: torch.dtype, width: int) -> str:
     host = _providers.here(device)
-    provider = _providers.first_usable(_providers.PROVIDERS, host, dtype, width)
-    if provider is None:
-        raise BackendError("backend['win']", "'flash'", f"{_why_not(host, dtype, width)}; use triton or chunked")
+    provider, reason = _providers.first_usable(_providers.PROVIDERS, host, dtype, width)
+    if provider is None:  # the reason is that of PyTorch's own kernel, which is never missing
+        raise BackendError("backend['win']", "'flash'", f"{reason}; use triton or chunked")
     return provider
-
-
-def _why_not(host: _providers.Host, dtype: torch.dtype, width: int) -> str | None:
-    """Reason of the last provider, PyTorch's own kernel, which is never missing; None if some kernel can run."""
-    reasons = [_providers.unusable(name, host, dtype, width) for name in _providers.PROVIDERS]
-    return None if None in reasons else reasons[-1]

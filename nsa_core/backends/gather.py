@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
+from ..reference import positions, wide
 from ..routes import note
 from . import naive
-from ._common import copies, gated, positions, wide
+from ._common import copies, gated
 
-
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None
+unavailable = naive.unavailable
 
 
 def compressed(
@@ -33,8 +32,7 @@ def compressed(
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks of all queries at once; nothing is selected yet that could be copied."""
-    note("select", "gather")
-    return naive.best_blocks(q, k_cmp, config, offset, scale)
+    return naive.select(q, k_cmp, config, offset, scale, "gather")
 
 
 def selected(
@@ -57,14 +55,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor | None,
-    places: Tensor,
-    hidden: Tensor,
-    scale: float,
-    unit: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, places: Tensor, hidden: Tensor, scale: float, unit: int = 1
 ) -> Tensor:
     """Attention of every query to its own copies.
 
@@ -76,15 +67,14 @@ def _attend(
     first = torch.arange(batch * kv_heads, device=q.device).view(batch, kv_heads, 1, 1) * per_head
     rows = (first + places).flatten()
     shape = batch, kv_heads, q.shape[1], hidden.shape[-1]
-    keys, values = (copies(_blocks(x, unit), rows).view(*shape, x.shape[-1]) for x in (k, v))
+    copied: list[Tensor] = []
+    for x in (k, v):
+        missing = -x.shape[1] % unit  # the last block is filled up with zeros
+        filled = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+        blocks = filled.transpose(1, 2).reshape(-1, unit * x.shape[-1])
+        copied.append(copies(blocks, rows).view(*shape, x.shape[-1]))
+    keys, values = copied
     queries = q.unflatten(2, (kv_heads, -1)).transpose(1, 2)  # [B,Hkv,S,G,D]
     scores, hidden = wide(queries @ keys.mT * scale), hidden.unsqueeze(-2)
     p = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), -1).masked_fill(hidden, 0)
     return gated((p.to(v.dtype) @ values).transpose(1, 2).flatten(2, 3), gate)
-
-
-def _blocks(x: Tensor, unit: int) -> Tensor:
-    """Blocks of `unit` tokens of x [B,T,H,D], heads first, the last one filled up with zeros: [B·H·blocks,unit·D]."""
-    missing = -x.shape[1] % unit
-    filled = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-    return filled.transpose(1, 2).reshape(-1, unit * x.shape[-1])

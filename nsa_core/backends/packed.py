@@ -18,9 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..config import NSAConfig
+from ..reference import positions, wide
 from ..routes import note
 from . import _common
-from ._common import copies, gated, positions, wide
+from ._common import copies, gated
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MOST_QUERIES = 65_535  # of a call: CUDA's limit for the second axis of a grid

@@ -7,20 +7,19 @@ run with, or with one that lacks what they use, this backend reports itself unav
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .._inputs import each_once, triple
+from .._inputs import Operands
 from .._tracing import constant
 from ..config import NSAConfig
 from ..errors import BackendError, InputError
-from ..routes import Branch, note
+from ..routes import BRANCHES, Branch, note
 from ._toolchain import triton_problem
 
 _WIDEST = 256  # head dim
@@ -111,49 +110,62 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
 
 
 def attend(
-    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
-    gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], offset: int, scale: float,
+    operands: Operands, config: NSAConfig, branches: tuple[Branch, ...], scale: float,
+    packed: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Gated sum of all branches: blocks are chosen with the compressed branch's softmax, and one kernel merges."""
-    batch, rows = q.shape[:2]
-    if batch * pairs["cmp"][1].shape[2] <= _MOST or offset > 0 or q.is_meta:
-        return _attend(q, pairs, compressed, gates, _kernels(q, pairs["cmp"][1]).Call(config, branches, offset, scale))
+    """Gated sum of `branches`: blocks are chosen with the compressed branch's softmax, and one kernel merges.
 
-    def joined(x: Tensor) -> Tensor:
-        """A batch [B,S,..] as packed sequences [1,B·S,..]."""
-        return x.flatten(0, 1)[None]
+    Args:
+        operands: keys and values are compressed here where k_cmp or v_cmp is None.
+        packed: of packed sequences [1,total,..] their int32 bounds, and a length that none exceeds.
+    """
+    batch, rows = operands.q.shape[:2]
+    if packed is None and batch * operands.keys[0].shape[2] > _MOST and operands.offset == 0 and not operands.q.is_meta:
+        packed = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=operands.q.device), rows
+        operands = operands.each(lambda x: x.flatten(0, 1)[None])
+    q, gates, (bounds, longest) = operands.q, operands.gates, packed or (None, 0)
+    assert gates is not None
+    if len(branches) < len(BRANCHES):
+        gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
+    _refuse_negative(gates)
+    for branch in branches:
+        note(branch, "triton")
+    if "slc" in branches:
+        note("select", "triton")
+    kernels = _kernels(q, operands.values[0])
+    call = kernels.Call(config, branches, operands.offset, scale, longest=longest, cu=bounds)
+    pairs = dict(zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True))
+    k_cmp, v_cmp = operands.k_cmp, operands.v_cmp
+    if bounds is not None:
+        k_cmp, v_cmp = (None if x is None else _apart(x, bounds, config, q.shape[1]) for x in (k_cmp, v_cmp))
+    blocks = None
+    if k_cmp is None and v_cmp is None and kernels.has_one_pair(pairs, call):
+        call = replace(call, compresses=True)
+        del pairs["cmp"]
+    elif branches != ("win",):
+        (k, v), with_values = pairs["cmp"], "cmp" in branches  # the choice of blocks needs the keys alone
+        if k_cmp is None or (v_cmp is None and with_values):
+            made = kernels.compress(k, v if with_values else k, config, bounds)  # the kernel takes a pair
+            k_cmp, v_cmp = (made[0] if k_cmp is None else k_cmp), (made[1] if v_cmp is None else v_cmp)
+        pairs["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
+        if not with_values:
+            with torch.no_grad():
+                blocks = kernels.select(q, k_cmp, config, operands.offset, scale, bounds, longest)
+    out = kernels.attend(q, gates, blocks, [pairs[branch] for branch in branches if branch in pairs], call)
+    return out if len(out) == batch else out.view(batch, rows, *out.shape[2:])
 
-    bounds = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
-    keys, values = (each_once(joined, triple(pair[i] for pair in pairs.values())) for i in range(2))
-    k_cmp, v_cmp = (None if x is None else joined(x) for x in compressed)
-    pairs = dict(zip(pairs, zip(keys, values, strict=True), strict=True))
-    out = attend_packed(joined(q), pairs, (k_cmp, v_cmp), joined(gates), config, branches, scale, bounds, rows)
-    return out.view(batch, rows, *out.shape[2:])
 
-
-def attend_packed(
-    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
-    gates: Tensor, config: NSAConfig, branches: tuple[Branch, ...], scale: float, cu_seqlens: Tensor, longest: int,
-) -> Tensor:  # fmt: skip
-    """As `attend`, of packed sequences [1,total,..] with int32 bounds, of which none is longer than `longest`."""
-    kernels = _kernels(q, pairs["cmp"][1])
-    apart = tuple(None if x is None else _apart(x, cu_seqlens, config, q.shape[1]) for x in compressed)
-    call = kernels.Call(config, branches, 0, scale, longest=longest, cu=cu_seqlens)
-    return _attend(q, pairs, (apart[0], apart[1]), gates, call)
-
-
-def select_packed(
-    q: Tensor, k: Tensor, k_cmp: Tensor | None, config: NSAConfig, scale: float, cu_seqlens: Tensor, longest: int
-) -> Tensor:
+def select_packed(operands: Operands, config: NSAConfig, scale: float, bounds: Tensor, longest: int) -> Tensor:
     """As `select`, of packed sequences [1,total,..]; keys are compressed here if k_cmp is None."""
     note("select", "triton")
+    q, k, k_cmp = operands.q, operands.keys[0], operands.k_cmp
     kernels = _kernels(q, k)
     with torch.no_grad():
         if k_cmp is None:
-            k_cmp, _ = kernels.compress(k, k, config, cu_seqlens)
+            k_cmp, _ = kernels.compress(k, k, config, bounds)
         else:
-            k_cmp = _apart(k_cmp, cu_seqlens, config, q.shape[1])
-        return kernels.select(q, k_cmp, config, 0, scale, cu_seqlens, longest)
+            k_cmp = _apart(k_cmp, bounds, config, q.shape[1])
+        return kernels.select(q, k_cmp, config, 0, scale, bounds, longest)
 
 
 def _apart(x: Tensor, cu_seqlens: Tensor, config: NSAConfig, total: int) -> Tensor:
@@ -165,33 +177,6 @@ def _apart(x: Tensor, cu_seqlens: Tensor, config: NSAConfig, total: int) -> Tens
     place = at - bounds[sequence] // config.cmp_stride
     source = torch.where(place < counts[sequence], (counts.cumsum(0) - counts)[sequence] + place, x.shape[1])
     return torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], 1).index_select(1, source)
-
-
-def _attend(
-    q: Tensor, pairs: Mapping[Branch, tuple[Tensor, Tensor]], compressed: tuple[Tensor | None, Tensor | None],
-    gates: Tensor, plan: Any,
-) -> Tensor:  # fmt: skip
-    _refuse_negative(gates)
-    kernels, blocks, computed = _kernels(q, pairs["cmp"][1]), None, dict(pairs)
-    config, branches = plan.config, plan.branches
-    for branch in branches:
-        note(branch, "triton")
-    if "cmp" in branches and "slc" in branches:
-        note("select", "triton")
-    if compressed[0] is None and compressed[1] is None and kernels.has_one_pair(pairs, plan):
-        return kernels.attend(q, gates, None, [pairs["slc"], pairs["win"]], replace(plan, compresses=True))
-    if branches != ("win",):
-        (k, v), (k_cmp, v_cmp) = pairs["cmp"], compressed
-        if k_cmp is None or (v_cmp is None and "cmp" in branches):
-            # The choice of blocks needs the keys alone, and the kernel takes a pair.
-            made = kernels.compress(k, v if "cmp" in branches else k, config, plan.cu)
-            k_cmp, v_cmp = (made[0] if k_cmp is None else k_cmp), (made[1] if v_cmp is None else v_cmp)
-        computed["cmp"] = k_cmp, k_cmp if v_cmp is None else v_cmp
-    if "slc" in branches and "cmp" not in branches:
-        note("select", "triton")
-        with torch.no_grad():
-            blocks = kernels.select(q, computed["cmp"][0], config, plan.offset, plan.scale, plan.cu, plan.longest)
-    return kernels.attend(q, gates, blocks, [computed[branch] for branch in branches], plan)
 
 
 def _one(

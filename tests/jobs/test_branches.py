@@ -14,6 +14,7 @@ from jobs.measure import isolation
 from jobs.measure.check import WrongResult
 from jobs.specs.nsa_effect import ACTS_ON
 from nsa_core import NSAConfig, nsa_attention
+from nsa_core._inputs import Operands
 from nsa_core.backends import triton
 from nsa_core.functional import BRANCHES
 from nsa_core.kernels.runtime.launch import record
@@ -71,10 +72,14 @@ def _stages(branch: Branch) -> list[str]:
     def made(heads: int, dim: int) -> torch.Tensor:
         return torch.empty(1, 2048, heads, dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
-    q, gates, pairs = made(4, 64), made(4, 1), {name: (made(2, 64), made(2, 64)) for name in BRANCHES}
+    def three() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return made(2, 64), made(2, 64), made(2, 64)
+
+    operands, at = Operands(made(4, 64), three(), three(), gates=made(4, 3)), BRANCHES.index(branch)
     with record() as launches:
-        out = triton.attend(q, pairs, (None, None), gates, NSAConfig(), (branch,), 0, 0.125)
-        torch.autograd.grad(out, [q, *pairs[branch]], torch.empty_like(out))
+        out = triton.attend(operands, NSAConfig(), (branch,), 0.125)
+        leaves = [operands.q, operands.keys[at], operands.values[at]]
+        torch.autograd.grad(out, leaves, torch.empty_like(out))
     return [launch.stage for launch in launches]
 
 

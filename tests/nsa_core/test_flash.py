@@ -21,6 +21,7 @@ from nsa_core import (
     available_backends,
     backends,
     dense_attention,
+    functional,
     nsa_attention,
     routes,
 )
@@ -216,34 +217,34 @@ def test_torch_compile_traces_dense_attention_in_one_piece_at_any_length(make_ca
 
 
 class _Fused(ModuleType):
-    """The chunked backend as a fused one, which records the branches it computes at once."""
+    """The chunked backend in the place of triton, which records the branches it computes at once."""
 
     def __init__(self) -> None:
-        super().__init__("fused")
+        super().__init__("triton")
         self.at_once: list[tuple[str, ...]] = []
         for name in ("unavailable", "compressed", "select", "selected", "window"):
             setattr(self, name, getattr(chunked, name))
 
-    def attend(self, q, pairs, compressed, gates, config, branches, offset, scale) -> Tensor:
+    def attend(self, operands, config, branches, scale, packed) -> Tensor:
+        assert packed is None
         self.at_once.append(branches)
-        own = torch.zeros(*gates.shape[:-1], 3, dtype=gates.dtype)
-        own[..., [("cmp", "slc", "win").index(branch) for branch in branches]] = gates
-        keys, values = zip(*(pairs[branch] for branch in ("cmp", "slc", "win")), strict=True)
-        return nsa_attention(q, keys, values, own, config, branches=branches, scale=scale, backend="chunked")
+        given = operands.q, operands.keys, operands.values, operands.gates
+        return nsa_attention(*given, config, branches=branches, scale=scale, backend="chunked")
 
 
 @pytest.mark.parametrize(
     ("backend", "at_once"),
     [
-        ("fused", [("cmp", "slc", "win")]),
-        ({"cmp": "fused", "slc": "fused", "select": "fused", "win": "flash"}, [("cmp", "slc")]),
-        ({"cmp": "fused", "slc": "fused", "win": "flash"}, []),  # another backend selects its blocks
-        ({"cmp": "fused", "select": "fused", "win": "fused"}, [("cmp", "win")]),
+        ("triton", [("cmp", "slc", "win")]),
+        ({"cmp": "triton", "slc": "triton", "select": "triton", "win": "flash"}, [("cmp", "slc")]),
+        ({"cmp": "triton", "slc": "triton", "win": "flash"}, []),  # another backend selects its blocks
+        ({"cmp": "triton", "select": "triton", "win": "triton"}, [("cmp", "win")]),
     ],
 )
-def test_branches_of_a_fused_backend_are_computed_at_once(asked, make_case, config, backend, at_once, monkeypatch):
+def test_branches_of_triton_are_computed_at_once(asked, make_case, config, backend, at_once, monkeypatch):
     fused = _Fused()
-    everything = dict(backends.BACKENDS) | {"fused": fused}
+    monkeypatch.setattr(functional, "triton", fused)
+    everything = dict(backends.BACKENDS) | {"triton": fused}
     monkeypatch.setattr(backends, "BACKENDS", everything)
     monkeypatch.setattr(backends, "WINDOW_BACKENDS", everything | {"flash": flash})
     case = make_case(90, dtype=BF16)
