@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nsa_core import NSAConfig, nsa_attention, routes
-from nsa_core.model import PRESETS, NSATransformer
+from nsa_core.model import PRESETS, NSATransformer, TokenEmbedding
 
 TINY = replace(PRESETS["tiny"], layers=2)
 
@@ -81,3 +82,32 @@ def test_packed_sequences_with_max_seqlen_are_one_graph() -> None:
     torch.testing.assert_close(compiled(bounds), call(bounds))
     with pytest.raises(RuntimeError, match="cu_seqlens: give an int32 tensor that ascends"):
         compiled(torch.tensor([0, 43, 3, 44, 90]))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """They could add to one row in either order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_embeddings_gradient_is_exact_and_the_same_in_each_compiled_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(50, (2, 20_000), generator=generator)
+    dout = torch.randn(2, 20_000, 32, generator=generator)
+    layer = TokenEmbedding(50, 32)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(compiled(tokens), layer.weight, dout)[0]
+
+    torch.testing.assert_close(compiled(tokens), layer(tokens), rtol=0, atol=0)
+    first = gradient()
+    assert all(torch.equal(gradient(), first) for _ in range(5))
+    exact = torch.zeros(50, 32, dtype=torch.float64).index_add_(0, tokens.flatten(), dout.flatten(0, 1).double())
+    torch.testing.assert_close(first.double(), exact, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(torch.autograd.grad(layer(tokens), layer.weight, dout)[0], first)

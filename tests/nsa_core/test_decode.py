@@ -26,13 +26,6 @@ def layer_of(config: NSAConfig, heads: int = 4, kv_heads: int = 2) -> NativeSpar
     return layer
 
 
-def in_steps(layer: NativeSparseAttention | DenseAttention, x: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Output of the layer for x in parts that end at `cuts`, then token by token."""
-    cache = layer.new_cache()
-    bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, x.shape[1] + 1)]
-    return torch.cat([layer(x[:, a:b], cache) for a, b in pairwise(bounds)], 1)
-
-
 CONFIGS = {
     "mean": SMALL,
     "learned": replace(SMALL, compress="mlp"),
@@ -43,25 +36,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "cuts"), [*((name, []) for name in CONFIGS), *(("mean", [cut]) for cut in (1, 7, 8, 40, 65, LENGTH - 1))]
+)
 @torch.no_grad()
-def test_steps_give_what_prefill_gives(name: str) -> None:
+def test_a_prefill_and_steps_give_what_prefill_gives(name: str, cuts: list[int]) -> None:
     layer, x = layer_of(CONFIGS[name]), torch.randn(2, LENGTH, 24, dtype=torch.float64)
-    torch.testing.assert_close(in_steps(layer, x, []), layer(x), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("prefill", [1, 7, 8, 40, 65, LENGTH - 1])
-@torch.no_grad()
-def test_prefill_of_any_length_is_continued(prefill: int) -> None:
-    layer, x = layer_of(SMALL), torch.randn(2, LENGTH, 24, dtype=torch.float64)
-    torch.testing.assert_close(in_steps(layer, x, [prefill]), layer(x), rtol=1e-10, atol=1e-12)
-
-
-@torch.no_grad()
-def test_dense_steps_give_what_prefill_gives() -> None:
-    torch.manual_seed(0)
-    layer, x = DenseAttention(24, 4, 2, 8).double(), torch.randn(2, 40, 24, dtype=torch.float64)
-    torch.testing.assert_close(in_steps(layer, x, [13]), layer(x), rtol=1e-10, atol=1e-12)
+    cache = layer.new_cache()
+    bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, LENGTH + 1)]
+    steps = torch.cat([layer(x[:, a:b], cache) for a, b in pairwise(bounds)], 1)
+    torch.testing.assert_close(steps, layer(x), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -38,28 +38,12 @@ CHOICES = [
 
 REFUSALS = [
     # kernel, capability, what lacks, dtype, head dim, case, why
-    (
-        "flash-attn-4",
-        A100,
-        {},
-        BF16,
-        64,
-        "square",
-        r"capability 9\.0 to 11\.x, this one has 8\.0; use one of auto, sdpa",
-    ),
+    ("flash-attn-4", A100, {}, BF16, 64, "square", r"9\.0 to 11\.x, this one has 8\.0; use one of auto, sdpa"),
     ("flash-attn-4", H200, NO_PACKAGES, BF16, 64, "band", "flash-attn-4 is not installed .*: pip install flash-a"),
     ("torch-varlen", H200, {}, FP32, 64, "square", "it computes bfloat16 and float16, not float32; use one of auto$"),
     ("sdpa-cudnn", H200, {}, BF16, 64, "band", "neither windows nor several rows"),
     ("sdpa-flash", H200, {}, BF16, 512, "square", "head dims up to 256 there, not 512"),
-    (
-        "flash9",
-        H200,
-        {},
-        BF16,
-        64,
-        "square",
-        "use one of auto, sdpa-cudnn, sdpa-flash, flash-attn-4, flash-attn-2, tor",
-    ),
+    ("flash9", H200, {}, BF16, 64, "square", "use one of auto, sdpa-cudnn, sdpa-flash, flash-attn-4, flash-attn-2"),
 ]
 
 

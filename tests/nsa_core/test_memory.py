@@ -68,20 +68,6 @@ def estimate(
     return estimate_attention(config, implementation=implementation, **sizes, **kind)
 
 
-def check_attention(
-    implementation: str,
-    batch: int,
-    seq_len: int,
-    heads: tuple[int, int],
-    backward: bool,
-    dtype: torch.dtype,
-    rel: float,
-) -> None:
-    predicted = estimate(implementation, batch, seq_len, heads, backward, dtype).extra
-    seen = peak_of_attention(implementation, batch, seq_len, heads, backward, dtype)
-    assert predicted == pytest.approx(seen, rel=rel)
-
-
 @PASSES
 @pytest.mark.parametrize(
     ("implementation", "batch", "seq_len", "heads"),
@@ -95,7 +81,8 @@ def check_attention(
     ],
 )
 def test_attention(implementation: str, batch: int, seq_len: int, heads: tuple[int, int], backward: bool) -> None:
-    check_attention(implementation, batch, seq_len, heads, backward, FP32, 0.1)
+    seen = peak_of_attention(implementation, batch, seq_len, heads, backward, FP32)
+    assert estimate(implementation, batch, seq_len, heads, backward).extra == pytest.approx(seen, rel=0.1)
 
 
 @needs_triton
@@ -112,7 +99,8 @@ def test_attention(implementation: str, batch: int, seq_len: int, heads: tuple[i
 def test_attention_by_kernels(
     batch: int, seq_len: int, heads: tuple[int, int], dtype: torch.dtype, backward: bool, host_code: None
 ) -> None:
-    check_attention("triton", batch, seq_len, heads, backward, dtype, 0.01)
+    seen = peak_of_attention("triton", batch, seq_len, heads, backward, dtype)
+    assert estimate("triton", batch, seq_len, heads, backward, dtype).extra == pytest.approx(seen, rel=0.01)
 
 
 def check_model(config: ModelConfig, implementation: str, batch: int, seq_len: int, backward: bool, autocast: bool):
@@ -145,16 +133,17 @@ SHAPES = {
 
 @PASSES
 @pytest.mark.parametrize(
-    ("implementation", "seq_len"), [("chunked", 64), ("chunked", 500), ("naive", 300), ("dense", 64), ("dense", 800)]
+    ("implementation", "batch", "seq_len", "shape"),
+    [
+        *(("chunked", 1, seq_len, "plain") for seq_len in (64, 500)),
+        *(("chunked", 2, 120, shape) for shape in SHAPES),
+        ("naive", 1, 300, "plain"),
+        *(("dense", 1, seq_len, "plain") for seq_len in (64, 800)),
+    ],
 )
-def test_model(implementation: str, seq_len: int, backward: bool) -> None:
-    check_model(MODEL, implementation, 1, seq_len, backward, autocast=False)
-
-
-@PASSES
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_model_of_other_shapes(changes: dict[str, object], backward: bool) -> None:
-    check_model(replace(MODEL, **changes), "chunked", 2, 120, backward, autocast=False)  # type: ignore[arg-type]
+def test_model(implementation: str, batch: int, seq_len: int, shape: str, backward: bool) -> None:
+    config = replace(MODEL, **SHAPES[shape])  # type: ignore[arg-type]
+    check_model(config, implementation, batch, seq_len, backward, autocast=False)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "dense"])
@@ -219,7 +208,6 @@ def test_longer_sequences_than_are_traced_continue_the_line(monkeypatch: pytest.
 
 
 @needs_triton
-@pytest.mark.parametrize(("batch", "seq_len"), [(1, 2**27), (2**20, 2**27), (2**20, 1)])
-def test_the_longest_sequences_are_predicted_from_shorter_ones(batch: int, seq_len: int) -> None:
-    for implementation in ("chunked", "triton"):
-        assert estimate(implementation, batch, seq_len, (12, 2), config=NSAConfig()).extra > 2**30
+@pytest.mark.parametrize("implementation", ["chunked", "triton"])
+def test_the_longest_sequences_are_predicted_from_shorter_ones(implementation: str) -> None:
+    assert estimate(implementation, 2**20, 2**27, (12, 2), config=NSAConfig()).extra > 2**30

@@ -97,11 +97,6 @@ def test_a_needles_block_is_selected(tokens, depth, name):
     assert (blocks == needle // config.slc_block).any(-1).all()
 
 
-def test_no_gradient_flows_through_the_selection(backend, make_case, config):
-    case = make_case(120)
-    assert not select_blocks(case.q, case.k, config, backend=backend).requires_grad
-
-
 def test_groups_of_packed_are_not_given_to_cudnn(monkeypatch, make_case, config):
     """Presumably it plans for every number of keys: first passes took minutes."""
     asked, attend = [], packed.scaled_dot_product_attention
