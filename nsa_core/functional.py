@@ -202,9 +202,7 @@ def dense_attention(
         return operands.nothing()
     queries, factor = _inputs.positive(operands.q, _scale(scale, q))
     with _inputs.without_autocast(q):
-        if cu_seqlens is None:
-            return dense.attention(queries, operands.keys[0], operands.values[0], factor, window, backend)
-        return dense.packed(queries, operands.keys[0], operands.values[0], cu_seqlens, factor, window, backend)
+        return dense.attention(queries, operands.keys[0], operands.values[0], factor, window, backend, cu_seqlens)
 
 
 def _is_empty(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> bool:

@@ -69,17 +69,9 @@ class NativeSparseAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        config: NSAConfig | None = None,
-        *,
-        backend: str | Mapping[str, str] = "auto",
-        rope_theta: float = 10_000.0,
-        branches: Sequence[str] = BRANCHES,
-    ) -> None:
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, config: NSAConfig | None = None, *,
+        backend: str | Mapping[str, str] = "auto", rope_theta: float = 10_000.0, branches: Sequence[str] = BRANCHES,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_heads(heads, kv_heads, head_dim)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -116,8 +108,13 @@ class NativeSparseAttention(nn.Module):
             if self.branches != BRANCHES:
                 raise InputError("branches", self.branches, "use all three to decode with a cache")
             cache.check(*x.shape[:2])
+            if cache.length > 0 and x.shape[1] > 1:
+                return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
             if cache.length > 0:
-                return torch.cat([self._step(token, cache) for token in x.split(1, 1)], 1)
+                select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
+                heads = self._heads_of(x)
+                out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
+                return self.out_proj(out.flatten(2))
         q, k, v, gates = self._project(x)
         k_cmp, v_cmp = None, None
         if "cmp" in self.branches:
@@ -178,13 +175,6 @@ class NativeSparseAttention(nn.Module):
         starts = torch.arange(k_cmp.shape[1], device=k_cmp.device) * self.config.cmp_stride + position
         return rotate(k_cmp, *angles(starts, self.head_dim, self.rope_theta, k_cmp.dtype))
 
-    def _step(self, x: Tensor, cache: NSACache) -> Tensor:
-        """Output [B,1,dim] of one token x [B,1,dim] that continues the cache."""
-        select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
-        heads = self._heads_of(x)
-        out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
-        return self.out_proj(out.flatten(2))
-
 
 class DenseAttention(nn.Module):
     """Causal self-attention [B,S,dim] -> [B,S,dim] with RoPE and grouped kv heads; arguments as the sparse layer's."""
@@ -205,22 +195,18 @@ class DenseAttention(nn.Module):
         """Attend as NativeSparseAttention.forward, densely."""
         if cache is not None:
             cache.check(*x.shape[:2])
-            if cache.length > 0:
-                steps = (dense_step(*self._heads_of(token), cache, theta=self.rope_theta) for token in x.split(1, 1))
-                return torch.cat([self.out_proj(out.flatten(2)) for out in steps], 1)
-        q, k, v = self._heads_of(x)
+            if cache.length > 0 and x.shape[1] > 1:
+                return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
+        heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)  # [B,S,heads,D]
+        if cache is not None and cache.length > 0:
+            return self.out_proj(dense_step(q, k, v, cache, theta=self.rope_theta).flatten(2))
         cos, sin = angles(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rope_theta, q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = dense_attention(q, k, v)
         if cache is not None:
             cache.take(k, v)
         return self.out_proj(out.flatten(2))
-
-    def _heads_of(self, x: Tensor) -> Triple:
-        """Unrotated q and k, and v, each [B,S,heads,D]."""
-        heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)
-        return q, k, v
 
 
 def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, ...]:

@@ -37,7 +37,7 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
             return total / counted
         x, weight = x.to(dtype), weight.to(dtype)
         parts = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.stack([_summed(*_logits(part, weight, wanted))[0] for part, wanted in parts]).sum() / counted
+        return torch.stack([_summed(part, weight, wanted)[0] for part, wanted in parts]).sum() / counted
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -78,26 +78,25 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[T
 
 def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
     """Summed loss of rows x, and its gradient with respect to x; that with respect to weight is added to dweight."""
-    logits, is_target, counted = _logits(x, weight, targets)
-    loss, lse = _summed(logits, is_target, counted)
+    loss, lse, logits, is_target = _summed(x, weight, targets)
     dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
     del logits, is_target
     dweight += dlogits.T @ x
     return loss, dlogits @ weight
 
 
-def _logits(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [R,V], at least float32, a mask [R,V] of the targets' places, and one [R] of the rows that count."""
-    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
-    return logits, torch.arange(logits.shape[1], device=x.device) == targets[:, None], targets != IGNORED
-
-
-def _summed(logits: Tensor, is_target: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the counted rows' cross entropies, and the log-sum-exp [R,1] of all, infinite where a row does not count.
+def _summed(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum of the cross entropies of the rows that count, and what its gradient is made of.
 
     The targets' logits come from a pass over all logits, which a compiler fuses with the log-sum-exp's: gathered by
     index they would be read later, and all chunks' logits would live until then. A row without a target has -inf.
+
+    Returns:
+        The sum; the log-sum-exp [R,1] of all rows, infinite where a row does not count; the logits [R,V], at least
+        float32; and a mask [R,V] of the targets' places.
     """
-    lse = torch.logsumexp(logits, -1, keepdim=True)
+    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+    is_target = torch.arange(logits.shape[1], device=x.device) == targets[:, None]
+    lse, counted = torch.logsumexp(logits, -1, keepdim=True), targets != IGNORED
     losses = lse[:, 0] - torch.where(is_target, logits, -torch.inf).amax(-1)
-    return torch.where(counted, losses, 0).sum(), lse.masked_fill(~counted[:, None], torch.inf)
+    return torch.where(counted, losses, 0).sum(), lse.masked_fill(~counted[:, None], torch.inf), logits, is_target

@@ -82,18 +82,12 @@ class ModelConfig:
             raise InputError("branches", self.branches, 'leave it out with attention="dense": it has none')
 
 
+# Of bytes as tokens: all branches have work from a few dozen of them on.
+_SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        # Bytes as tokens and blocks of 8: all branches have work from a few dozen tokens on.
         "tiny": ModelConfig(
-            vocab_size=256,
-            dim=64,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            ffn_dim=192,
-            nsa=NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16),
+            vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_dim=192, nsa=_SMALL
         ),
         # The shape of the M7C run, with the SwiGLU width that gives 125 million parameters.
         "m7c_125m": ModelConfig(
@@ -241,10 +235,6 @@ class TokenEmbedding(nn.Embedding):
         return embedding(tokens, self.weight)
 
 
-def _embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    return embedding(tokens, weight)
-
-
 def _embed_backward(dout: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Gradient [count,D] of the weight."""
     return torch.ops.aten.embedding_dense_backward(dout, tokens, count, -1, False)
@@ -261,8 +251,8 @@ def _grad(ctx: Any, dout: Tensor) -> tuple[None, Tensor]:
     return None, _backward_operator(dout, tokens, ctx.count)
 
 
-_operator = custom_op("nsa_core::embed", _embed, mutates_args=())
-_operator.register_fake(_embed)
+_operator = custom_op("nsa_core::embed", embedding, mutates_args=(), schema="(Tensor tokens, Tensor weight) -> Tensor")
+_operator.register_fake(embedding)
 _operator.register_autograd(_grad, setup_context=_keep)
 _backward_operator = custom_op("nsa_core::embed_backward", _embed_backward, mutates_args=())
 _backward_operator.register_fake(_embed_backward)

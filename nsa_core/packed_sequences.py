@@ -114,14 +114,12 @@ def compute_packed(
         return torch.cat(outputs)
     bounds, longest = checked_packing(operands, config, cu_seqlens, max_seqlen)
     starts, lengths = bounds[:-1].long(), bounds.long().diff()
-    counts = _compressed_tokens(bounds, config)
-
-    def padded_compressed(x: Tensor) -> Tensor:
-        first = torch.where(counts > 0, counts.cumsum(0) - counts, len(x))
-        zeros = x.new_zeros(1, *x.shape[1:])  # for sequences without a compressed token
-        return _padded(torch.cat([x, zeros]), first, counts, config.cmp_tokens(longest))
-
-    batch = operands.each(lambda x: _padded(x, starts, lengths, longest), padded_compressed)
+    counts, most = _compressed_tokens(bounds, config), config.cmp_tokens(longest)
+    first = torch.where(counts > 0, counts.cumsum(0) - counts, total)  # those without one get the zeros at the end
+    batch = operands.each(
+        lambda x: _padded(x, starts, lengths, longest),
+        lambda x: _padded(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), first, counts, most),
+    )
     tokens = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(starts, tokens, right=True) - 1
     return compute(batch).flatten(0, 1).index_select(0, sequence * longest + tokens - starts[sequence])

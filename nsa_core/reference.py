@@ -82,7 +82,7 @@ def selected(
     chosen = (blocks.transpose(1, 2).unsqueeze(-1) == tokens // config.slc_block).any(3)  # [B,Hkv,S,T]
     visible = chosen & (tokens <= rows)
     group = q.shape[2] // k.shape[2]
-    p = _masked_softmax(_scores(q, k, scale), visible.repeat_interleave(group, 1))
+    p = _probabilities(q, k, visible.repeat_interleave(group, 1), scale)
     return _weigh(p, v, gate, q.dtype)
 
 
@@ -91,7 +91,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, sc
     note("win", "reference")
     tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
     visible = (tokens <= rows) & (tokens > rows - window)
-    return _weigh(_masked_softmax(_scores(q, k, scale), visible), v, gate, q.dtype)
+    return _weigh(_probabilities(q, k, visible, scale), v, gate, q.dtype)
 
 
 def positions(q: Tensor, offset: int) -> Tensor:
@@ -104,14 +104,10 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scores q·k·scale, [B,H,S,T], each kv head repeated for its group."""
+def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Softmax of q·k·scale over the visible keys, [B,H,S,T]; zeros, and not NaN, in rows that see none."""
     group = q.shape[2] // k.shape[2]
-    return wide(q).transpose(1, 2) @ wide(k).transpose(1, 2).repeat_interleave(group, 1).transpose(-1, -2) * scale
-
-
-def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries; zeros, and not NaN, in rows that see none."""
+    scores = wide(q).transpose(1, 2) @ wide(k).transpose(1, 2).repeat_interleave(group, 1).transpose(-1, -2) * scale
     least = torch.finfo(scores.dtype).min
     return torch.softmax(scores.masked_fill(~visible, least), -1).masked_fill(~visible, 0)
 
@@ -127,5 +123,4 @@ def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Ten
 def _compressed_probabilities(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """p_cmp [B,H,S,N] (Eq. 8): softmax over the tokens i whose last position i·d + l - 1 is <= t."""
     ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
-    visible = ends <= positions(q, offset)[:, None]
-    return _masked_softmax(_scores(q, k_cmp, scale), visible)
+    return _probabilities(q, k_cmp, ends <= positions(q, offset)[:, None], scale)

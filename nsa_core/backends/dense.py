@@ -28,48 +28,42 @@ QueryLayout = Literal["square", "one row", "band"]
 KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # names that a caller may give
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: str = "auto") -> Tensor:
-    """Causal attention [B,S,Hq,Dv]; the rows of q are the last S positions of k.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: str = "auto",
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention [B,S,Hq,Dv]; the rows of q are the last S positions of k. Packed sequences: [total,Hq,Dv].
 
     Windows, and several rows of q at the end of a longer k, go to the flash kernels, or else to the chunked backend: a
     mask for scaled_dot_product_attention would take S² memory, and its is_causal aligns q with the first keys instead
-    of the last.
-
-    Raises:
-        BackendError: the named kernel cannot compute it.
-    """
-    rows, tokens = q.shape[1], k.shape[1]
-    window = None if window is None or window >= tokens else window
-    layout = "band" if window is not None or 1 < rows < tokens else "one row" if rows == 1 else "square"
-    names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
-    if names[0] in _SDPA:
-        return _sdpa(q, k, v, scale, names)
-    if names[0] not in _providers.PROVIDERS:
-        return chunked.window(q, k, v, None, window or tokens, scale, "dense")
-    note("dense", names[0])
-    return _providers.attend(names[0], q, k, v, scale, window)
-
-
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, kernel: str = "auto"
-) -> Tensor:
-    """Causal attention [total,Hq,Dv] of packed sequences: q [total,Hq,Dk], k, v likewise.
-
-    A flash kernel takes all at once without waiting for the device: wrong values of cu_seqlens on a GPU then fail a
-    device-side assertion. Without one, sequences are computed one by one.
+    of the last. A flash kernel takes all packed sequences at once without waiting for the device: wrong values of
+    cu_seqlens on a GPU then fail a device-side assertion. Without one, sequences are computed one by one.
 
     Raises:
         InputError: cu_seqlens are not bounds of sequences.
         BackendError: the named kernel cannot compute it.
     """
-    layout: QueryLayout = "square" if kernel in _SDPA else "band"  # SDPA: one by one; flash: all at once
+    rows, tokens = q.shape[-3], k.shape[-3]
+    window = None if window is None or window >= tokens else window
+    layout: QueryLayout = "square"
+    if window is not None or 1 < rows < tokens:
+        layout = "band"
+    elif rows == 1:
+        layout = "one row"
+    if cu_seqlens is not None:
+        layout = "square" if kernel in _SDPA else "band"
     names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
-    if names[0] not in _providers.PROVIDERS:
+    if names[0] in _providers.PROVIDERS:
+        note("dense", names[0])
+        bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, len(q), q.device)
+        return _providers.attend(names[0], q, k, v, scale, window, bounds)
+    if cu_seqlens is not None:
         spans = sequence_spans(cu_seqlens, len(q))
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans if a < b)
         return torch.cat([attention(*single, scale, window, kernel)[0] for single in singles])
-    note("dense", names[0])
-    return _providers.attend(names[0], q, k, v, scale, window, checked_bounds(cu_seqlens, len(q), q.device))
+    if names[0] in _SDPA:
+        return _sdpa(q, k, v, scale, names)
+    return chunked.window(q, k, v, None, window or tokens, scale, "dense")
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:
