@@ -25,9 +25,10 @@ from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.judge import analysis
 from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.judge.crossover import Crossing, crossings
-from orchestrator.judge.decisions import Decision, decide
+from orchestrator.judge.decisions import Decision, decisions
 from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import Gates, load_gates
+from orchestrator.judge.verdicts import judge
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
@@ -105,7 +106,8 @@ def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:
 def _judged(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
 ) -> tuple[list[Decision], list[Crossing]]:  # `rules`, `held` and `changed` are part of the cache's key only
-    return decide(store, _gates), crossings(measured_runs(store, None), _gates)
+    runs = measured_runs(store, None)
+    return decisions(_gates, judge(runs, _gates)), crossings(runs, _gates)
 
 
 @_read

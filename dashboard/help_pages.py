@@ -6,7 +6,7 @@ import streamlit as st
 
 from dashboard import parts
 from orchestrator.errors import UserError
-from orchestrator.judge.verdicts import GatesError
+from orchestrator.judge.rules import GatesError
 from orchestrator.settings import SettingsError, example_spec
 from orchestrator.store import StoreError, StoreUnavailable
 

@@ -24,7 +24,7 @@ from orchestrator.terminal import say
 
 if TYPE_CHECKING:
     from orchestrator.judge.decisions import Decision
-    from orchestrator.judge.verdicts import Gates
+    from orchestrator.judge.rules import Gates
 
 UsageError: Any = typer.BadParameter.__base__
 """A wrong option or argument: click's class, of which newer versions of Typer have a copy without a public name."""
@@ -493,14 +493,14 @@ def resolve(
 
 def _decide(settings: Settings, rules: Gates) -> list[Decision]:
     """The decisions by what is stored; before anything was, by nothing."""
-    from orchestrator.judge.decisions import decide, decisions
-    from orchestrator.judge.verdicts import judge
+    from orchestrator.judge.decisions import decisions
+    from orchestrator.judge.verdicts import evaluate, judge
     from orchestrator.store import Store
 
     if settings.no_database_yet:
         return decisions(rules, judge([], rules))
     with Store.open(settings.database, create=False, readonly=True) as store:
-        return decide(store, rules)
+        return decisions(rules, evaluate(store, rules))
 
 
 def _exit_code(found: Sequence[Decision]) -> int:

@@ -88,7 +88,7 @@ def plan(decisions: Sequence[Decision]) -> None:
     """Print what would settle each decision's open rules: the commands in their order, then what no command settles."""
     for decision in decisions:
         out.print(f"{decision.name}: {decision.title}", style="bold")
-        out.print(f"  {decision.sentence}")
+        out.print(f"  {' '.join(decision.sentences)}")
         commands = [step for step in decision.steps if step.command]
         for number, step in enumerate(commands, 1):
             out.print(f"  {number}. {step.command}", style="cyan")

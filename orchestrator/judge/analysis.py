@@ -35,20 +35,10 @@ class Fit(Growth):
 
     local: tuple[LocalSlope, ...]  # the slopes of all of the series' octaves, shortest first
     series: Mapping[str, Any]  # the series' values of `series_columns`; None for a missing one
+    local_text: str  # these in short: "4K 1.2, 8K 1.5"
+    metric: str
+    run_id: str
     point_ids: tuple[str, ...]  # of the points fitted
-
-    @property
-    def metric(self) -> str:
-        return self.series["metric"]
-
-    @property
-    def run_id(self) -> str:
-        return self.series["run_id"]
-
-    @property
-    def local_text(self) -> str:
-        """The local exponents in short: "4K 1.2, 8K 1.5"."""
-        return ", ".join(map(str, self.local))
 
 
 def surroundings(row: Mapping[str, Any]) -> list[str]:
@@ -65,7 +55,11 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
     fitted = rows.loc[rows["seq_len"].notna()]
     if "plot" in rows:
         fitted = fitted.loc[fitted["plot"] == Plot.GROWTH]
-    fitted = fitted.assign(spread=_spreads(fitted))
+    # Relative standard errors, from the intervals of the samples; NaN where there is none.
+    low, high, middle = (fitted[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a value of 0, whose series is not fitted
+        spreads = (high - low) / 2 / NORMAL_INTERVAL / middle
+    fitted = fitted.assign(spread=np.where(spreads >= 0, spreads, np.nan))
     columns = series_columns(rows.columns)
     fits = []
     for identity, group in fitted.groupby(columns, dropna=False, sort=True):
@@ -76,8 +70,10 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
         spread = group["spread"].fillna(group["spread"].max()).fillna(0.0)
         law, local = _laws(lengths, values, tuple(spread.tolist()))
         if law is not None:
-            points = tuple(group.loc[group["seq_len"] >= law.lengths[0], "point_id"])
-            fits.append(Fit(**vars(law), local=local, series=series_of(columns, identity), point_ids=points))
+            series, points = series_of(columns, identity), group.loc[group["seq_len"] >= law.lengths[0], "point_id"]
+            about = {"metric": series["metric"], "run_id": series["run_id"], "point_ids": tuple(points)}
+            local_text = ", ".join(map(str, local))
+            fits.append(Fit(**vars(law), local=local, series=series, local_text=local_text, **about))
     return fits
 
 
@@ -86,14 +82,6 @@ def _laws(
     lengths: tuple[float, ...], values: tuple[float, ...], spreads: tuple[float, ...]
 ) -> tuple[Growth | None, tuple[LocalSlope, ...]]:
     return fit_growth(lengths, values, spreads), local_slopes(lengths, values, spreads)
-
-
-def _spreads(rows: pd.DataFrame) -> np.ndarray:
-    """Relative standard errors of values, from the intervals of their samples; NaN where there is none."""
-    low, high, value = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("ci_low", "ci_high", "value"))
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a value of 0, whose series is not fitted
-        spread = (high - low) / 2 / NORMAL_INTERVAL / value
-    return np.where(spread >= 0, spread, np.nan)
 
 
 def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:

@@ -67,14 +67,9 @@ class BranchShares:
     milliseconds: Mapping[Branch, float]  # of a call, by branch in the order of `Branch`; those that ran
     unknown: tuple[str, ...] = ()  # stages of unknown names, which count as other
 
-    @property
-    def total(self) -> float:
-        """Time of all stages in milliseconds."""
-        return sum(self.milliseconds.values())
-
     def share(self, branch: Branch) -> float:
-        """The branch's part of the total, 0 to 1."""
-        return self.milliseconds.get(branch, 0.0) / self.total
+        """The branch's part of the time of all stages, 0 to 1."""
+        return self.milliseconds.get(branch, 0.0) / sum(self.milliseconds.values())
 
     def per_sequence(self, branches: Collection[Branch]) -> float:
         """Milliseconds of these branches, divided by the batch."""
@@ -87,40 +82,31 @@ def branch_shares(rows: pd.DataFrame) -> list[BranchShares]:
     The stages that the compressed branch shares with the window are split: per token, the window costs a constant and
     the compressed branch a multiple of S. Both are fitted over the series' lengths by least squares of the relative
     residuals, and each measured time is divided in the fitted proportion. With fewer than three lengths, or residuals
-    over 10 %, the time stays SHARED.
+    over 10 %, the time stays SHARED. Several points at a length count as their mean.
     """
     staged = rows.loc[rows["metric"].str.startswith(STAGE) & (rows["seq_len"] > 0)]
-    columns = _columns(rows.columns)
+    columns = [name for name in series_columns(rows.columns) if name not in ("metric", "unit")]
     shares = []
     for identity, group in staged.groupby(columns, dropna=False, sort=True):
-        series = series_of(columns, identity)
-        shares += _split([_at(series, of_length) for _, of_length in group.groupby("seq_len")])
+        of_series = []
+        for length, at in group.groupby("seq_len"):
+            points, batch = at["point_id"].nunique(), at["batch"].iloc[0]
+            times, unknown = dict.fromkeys(Branch, 0.0), set()
+            for name, value in zip(at["metric"], at["value"].tolist(), strict=True):
+                stage = name.removeprefix(STAGE)
+                branch = branch_of(stage)
+                times[branch] += value / points
+                unknown |= {stage} - {Branch.OTHER} if branch is Branch.OTHER else set()
+            times = {branch: time for branch, time in times.items() if time > 0}
+            batch = 1 if pd.isna(batch) else int(batch)
+            series = series_of(columns, identity)
+            of_series.append(BranchShares(series, int(length), batch, times, tuple(sorted(unknown))))
+        shares += _split(of_series)
     return shares
 
 
-def _columns(names: Collection[str]) -> list[str]:
-    return [name for name in series_columns(names) if name not in ("metric", "unit")]
-
-
-def _at(series: Mapping[str, Any], rows: pd.DataFrame) -> BranchShares:
-    """Shares at one length, shared stages not split; several points count as their mean."""
-    points = rows["point_id"].nunique()
-    stages = [name.removeprefix(STAGE) for name in rows["metric"]]
-    times = dict.fromkeys(Branch, 0.0)
-    for stage, value in zip(stages, rows["value"].tolist(), strict=True):
-        times[branch_of(stage)] += value / points
-    batch = rows["batch"].iloc[0]
-    return BranchShares(
-        series,
-        seq_len=int(rows["seq_len"].iloc[0]),
-        batch=1 if pd.isna(batch) else int(batch),
-        milliseconds={branch: time for branch, time in times.items() if time > 0},
-        unknown=tuple(sorted({stage for stage in stages if branch_of(stage) is Branch.OTHER} - {Branch.OTHER})),
-    )
-
-
 def _split(shares: list[BranchShares]) -> list[BranchShares]:
-    """The shares with the shared stages split, if their lengths allow it."""
+    """The shares of a series with the shared stages split, if their lengths allow it."""
     lengths = np.array([one.seq_len for one in shares], dtype=float)
     times = np.array([one.per_sequence([Branch.SHARED]) for one in shares]) / lengths
     if len(shares) < MIN_LENGTHS or min(times) <= 0:
@@ -150,7 +136,7 @@ def shares_frame(shares: Sequence[BranchShares]) -> pd.DataFrame:
         for one in shares
         for branch, time in one.milliseconds.items()
     ]
-    columns = _columns({name for one in shares for name in one.series})
+    columns = list(shares[0].series) if shares else []
     return pd.DataFrame(rows, columns=[*columns, "seq_len", "batch", "branch", "milliseconds", "share"])
 
 
@@ -167,15 +153,11 @@ class Crossing:
         """The length with its bounds: "about 74,000 tokens (between the measured 65,536 and 131,072)"."""
         if self.low == 0:
             return f"{self.high:,.0f} tokens or fewer (the shortest length measured)"
-        about = f"about {_rounded(self.seq_len)} tokens"
+        length, low, high = (float(f"{each:.2g}") for each in (self.seq_len, self.low, self.high))
         if not self.extrapolated:
-            return f"{about} (between the measured {self.low:,.0f} and {self.high:,.0f})"
-        end = f"to {_rounded(self.high)}" if math.isfinite(self.high) else "or more"
-        return f"{about} (extrapolated: {_rounded(self.low)} {end})"
-
-
-def _rounded(length: float) -> str:
-    return f"{float(f'{length:.2g}'):,.0f}"
+            return f"about {length:,.0f} tokens (between the measured {self.low:,.0f} and {self.high:,.0f})"
+        end = f"to {high:,.0f}" if math.isfinite(high) else "or more"
+        return f"about {length:,.0f} tokens (extrapolated: {low:,.0f} {end})"
 
 
 @dataclass(frozen=True)
@@ -209,50 +191,38 @@ def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
     return [_take_over(of_series) for of_series in by_series.values()]
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """Times of some branches per sequence against the length, with their law."""
-
-    lengths: tuple[int, ...]
-    times: tuple[float, ...]
-    law: Growth | None
-
-
-def _curve(shares: Sequence[BranchShares], branches: Collection[Branch]) -> _Curve | None:
-    """The curve of branches together; None if they did not run at every length."""
-    lengths, times = tuple(one.seq_len for one in shares), tuple(one.per_sequence(branches) for one in shares)
-    return _Curve(lengths, times, fit_growth(lengths, times)) if min(times) > 0 else None
-
-
 def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
     """The take-over in one series; `shares`: its lengths, ascending."""
     others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
-    compressed, rest = _curve(shares, [Branch.COMPRESSED]), _curve(shares, others)
-    reason = ""
-    if any(Branch.SHARED in one.milliseconds for one in shares):
+    lengths = [one.seq_len for one in shares]
+    compressed, rest, *single = (
+        [one.per_sequence(branches) for one in shares]
+        for branches in ([Branch.COMPRESSED], others, *([branch] for branch in others))
+    )
+    shared, reason = any(Branch.SHARED in one.milliseconds for one in shares), ""
+    if shared:
         reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
-        compressed = None
-    elif compressed is None:
+    elif min(compressed) == 0:
         reason = "no stage of the compressed branch was measured at every length"
-    elif rest is None:
+    elif min(rest) == 0:
         reason = "no other stage was measured at every length"
-    if compressed is None or rest is None:
-        return TakeOver(shares[0].series, compressed and compressed.law, None, None, None, reason, reason)
-    rivals = [curve for branch in others if (curve := _curve(shares, [branch])) is not None]
-    equal, equal_reason = _crossing(compressed, rest)
-    crossings = [_crossing(compressed, rival) for rival in rivals]
+    law = fit_growth(lengths, compressed) if not shared and min(compressed) > 0 else None
+    if reason:
+        return TakeOver(shares[0].series, law, None, None, None, reason, reason)
+    equal, equal_reason = _crossing(lengths, compressed, rest)
+    crossings = [_crossing(lengths, compressed, rival) for rival in single if min(rival) > 0]
     lacking = next((reason for crossing, reason in crossings if crossing is None), "")
     largest = None if lacking else max((c for c, _ in crossings if c is not None), key=lambda c: c.seq_len)
-    return TakeOver(shares[0].series, compressed.law, rest.law, largest, equal, lacking, equal_reason)
+    return TakeOver(shares[0].series, law, fit_growth(lengths, rest), largest, equal, lacking, equal_reason)
 
 
-def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
+def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> tuple[Crossing | None, str]:
     """The length from which on `ours` is the greater, or None with the reason.
 
     Between measured lengths by a line on log-log axes; beyond them by both exponents.
     """
-    lengths, longest = ours.lengths, ours.lengths[-1]
-    ratios = [our / their for our, their in zip(ours.times, theirs.times, strict=True)]
+    longest = lengths[-1]
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     below = [index for index, ratio in enumerate(ratios) if ratio < 1]
     if not below:
         return Crossing(lengths[0], 0, lengths[0], extrapolated=False), ""
@@ -260,7 +230,7 @@ def _crossing(ours: _Curve, theirs: _Curve) -> tuple[Crossing | None, str]:
         low, high = lengths[last : last + 2]
         part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
         return Crossing(low * (high / low) ** part, low, high, extrapolated=False), ""
-    law, other = ours.law, theirs.law
+    law, other = fit_growth(lengths, ours), fit_growth(lengths, theirs)
     if law is None or other is None:
         return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
     beyond = f"it lies beyond {longest:,}, and"

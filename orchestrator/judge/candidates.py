@@ -49,12 +49,6 @@ def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
             return _ratios(rule, run, scope)
 
 
-def failures(rule: BoundedRule, run: Run, scope: Scope) -> list[Row]:
-    """The failed points of a run that would have been evidence for a rule."""
-    sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
-    return list({point["point_id"]: point for side in sides for point in run.failures(scope, side)}.values())
-
-
 def requirement(rule: BoundedRule, scope: Scope) -> str:
     """The evidence that a rule needs, in words."""
     if isinstance(rule, RatioRule):
@@ -68,6 +62,7 @@ def requirement(rule: BoundedRule, scope: Scope) -> str:
 
 def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
     fits = [fit for fit in run.fits(rule.metric, scope) if len(fit.lengths) >= rule.min_lengths]
+    several = f", the worst of {len(fits)} series" if len(fits) > 1 else ""
     candidates = []
     for fit in fits:
         series = f"{fit.series['implementation']} {fit.series['pass']}"
@@ -75,21 +70,23 @@ def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
         exponent, low, high = fit.exponent, fit.ci_low, fit.ci_high
         if fit.refused and fit.mix is not None:
             series += f": no power, but {fit.mix}"
-            exponent, low, high = fit.mix.slopes
+            growing = 1 - fit.mix.parts[0] / sum(fit.mix.parts)
+            exponent, low, high = (growing + part for part in (fit.mix.share, fit.mix.share_low, fit.mix.share_high))
         what = (
             f"{series}: {fit.metric} grows {'there ' if fit.refused else ''}as S^{exponent:.3f} (95 % interval "
-            f"{low:.3f} to {high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,})"
-        ) + _of_several(len(fits), "series")
+            f"{low:.3f} to {high:.3f}, {len(fit.lengths)} lengths {fit.lengths[0]:,} to {fit.lengths[-1]:,}){several}"
+        )
         candidates.append(Candidate(exponent, list(fit.point_ids), what, (low, high)))
     return Found(candidates)
 
 
 def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     rows = run.of(rule.metric, scope)
+    several = f", the worst of {len(rows)} points" if len(rows) > 1 else ""
     candidates = []
     for row in rows:
         value, shown = (abs(row["value"]), "abs(value)") if rule.absolute else (row["value"], "value")
-        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}" + _of_several(len(rows), "points")
+        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}{several}"
         query = f"SELECT {shown} FROM v_metrics WHERE {_is_metric(row)}"
         candidates.append(Candidate(value, [row["point_id"]], what, query=query, seq_len=row["seq_len"]))
     unit = rows[0]["unit"] if rows else rule.unit
@@ -98,28 +95,30 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
 
 def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     above, below = rule.numerator, rule.denominator
+    bottoms = [row for row in run.of(below.metric, scope, below.where) if row["per_sequence"] > 0]
+    tops = run.of(above.metric, scope, above.where) if bottoms else []  # metrics are read on demand
+    # Both sides of a ratio agree in the columns `same`, and in all kind-specific axes that the rule does not name.
+    named = {MORE + name for side in (above, below) for name in side.where.axes}
+    same = (*rule.same, *({name for row in (*tops, *bottoms) for name in more_columns(row)} - named))
     under: dict[tuple, list[Row]] = defaultdict(list)
-    for row in run.of(below.metric, scope, below.where):
-        if row["per_sequence"] > 0:
-            under[_alike(rule, row)].append(row)
-    tops = run.of(above.metric, scope, above.where) if under else []  # metrics are read on demand
-    pairs = [(top, bottom) for top in tops for bottom in under[_alike(rule, top)]]
-    apart = [pair for pair in pairs if _on_other_texts(run, *pair)]
-    pairs = [pair for pair in pairs if pair not in apart]
+    for row in bottoms:
+        under[tuple(row.get(name) for name in same)].append(row)
+    pairs = [(top, bottom) for top in tops for bottom in under[tuple(top.get(name) for name in same)]]
     refused = ""
-    if apart:
+    if apart := [pair for pair in pairs if _on_other_texts(run, *pair)]:
         labels = " and ".join(row["label"] for row in apart[0])
         refused = f"{labels} were trained on different texts, as the files changed between them"
+        pairs = [pair for pair in pairs if pair not in apart]
+    several = f", the worst of {len(pairs)} pairs" if len(pairs) > 1 else ""
     candidates = []
     for top, bottom in pairs:
-        what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
-        what += readable(bottom["per_sequence"])
-        what += "" if top["point_id"] == bottom["point_id"] else f" of {bottom['label']}"
+        ratio = top["per_sequence"] / bottom["per_sequence"]
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
+        other = f" of {bottom['label']}" if len(points) > 1 else ""
+        what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
+        what += f"{readable(bottom['per_sequence'])}{other}{several}"
         sides = f"{_is_metric(top, 'a.')} AND {_is_metric(bottom, 'b.')}"
         query = f"SELECT a.per_sequence / b.per_sequence FROM v_metrics a, v_metrics b WHERE {sides}"
-        what += _of_several(len(pairs), "pairs")
-        ratio = top["per_sequence"] / bottom["per_sequence"]
         candidates.append(Candidate(ratio, points, what, query=query, seq_len=top["seq_len"]))
     lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
     return Found(candidates, lacking, refused=refused)
@@ -143,12 +142,6 @@ def _on_other_texts(run: Run, top: Row, bottom: Row) -> bool:
     return None not in texts and len(set(texts)) > 1
 
 
-def _alike(rule: RatioRule, row: Row) -> tuple:
-    """The values in which both sides of a ratio must agree: the columns `same` and all kind-specific axes."""
-    named = {MORE + name for side in (rule.numerator, rule.denominator) for name in side.where.axes}
-    return tuple(row[name] for name in (*rule.same, *(own for own in more_columns(row) if own not in named)))
-
-
 def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], scope: Scope, *more: Where) -> str:
     """The missing evidence of this run; "" if it is complete."""
     if len(have) < rule.min_points:
@@ -157,7 +150,3 @@ def _lacking(rule: MetricRule | RatioRule, run: Run, have: set[str], scope: Scop
     # A failed point lacks the value, too; only skipped points, which were never to be measured, are left out.
     without = [p for p in points if p["state"] != PointState.SKIPPED and p["point_id"] not in have]
     return f"{len(without)} point(s) lack it, e.g. {without[0]['label']} ({without[0]['state']})" if without else ""
-
-
-def _of_several(number: int, what: str) -> str:
-    return f", the worst of {number} {what}" if number > 1 else ""

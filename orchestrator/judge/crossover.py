@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from orchestrator.judge.candidates import Candidate, find
 from orchestrator.judge.evidence import Run, preferred
@@ -44,24 +44,26 @@ class Crossing:
 
 def crossings(runs: Sequence[Run], gates: Gates) -> list[Crossing]:
     """The crossover of each workload on each machine that has evidence."""
+    found = []
     machines = [each for each in gates.hardware if each.gpus == 1]
-    found = (_crossing(each, hardware, runs) for each in gates.crossovers for hardware in machines)
-    return [each for each in found if each is not None]
+    for workload, hardware in product(gates.crossovers, machines):
+        sides = {name: getattr(workload, name) for name in ("title", "numerator", "denominator", "same")}
+        about = {"rule": "crossover", "kind": "ratio", "measure": "run it", "at_most": 1}
+        rule, scope = RatioRule.model_validate(about | sides), Scope(workload.where, hardware)
+        newest: dict[int, tuple[Candidate, Run]] = {}
+        for run in preferred(runs, scope):
+            here: dict[int, tuple[Candidate, Run]] = {}
+            for pair in find(rule, run, scope).candidates:  # the fastest of several dense attentions counts
+                if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len][0].value < pair.value):
+                    here[pair.seq_len] = pair, run
+            newest = here | newest
+        if newest:
+            found.append(_crossing(workload, hardware, newest))
+    return found
 
 
-def _crossing(workload: Crossover, hardware: Hardware, runs: Sequence[Run]) -> Crossing | None:
-    scope = Scope(workload.where, hardware)
-    sides = {name: getattr(workload, name) for name in ("title", "numerator", "denominator", "same")}
-    rule = RatioRule.model_validate({"rule": "crossover", "kind": "ratio", "measure": "run it", "at_most": 1, **sides})
-    newest: dict[int, tuple[Candidate, Run]] = {}
-    for run in preferred(runs, scope):
-        here: dict[int, tuple[Candidate, Run]] = {}
-        for pair in find(rule, run, scope).candidates:  # the fastest of several dense attentions counts
-            if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len][0].value < pair.value):
-                here[pair.seq_len] = pair, run
-        newest = here | newest
-    if not newest:
-        return None
+def _crossing(workload: Crossover, hardware: Hardware, newest: dict[int, tuple[Candidate, Run]]) -> Crossing:
+    """The crossover, by the newest pair of NSA and dense attention of each length, and its run."""
     lengths = sorted(newest)
     ratios = {length: newest[length][0].value for length in lengths}
     place, query, between, used = None, None, (lengths[0], lengths[-1]), list(newest)
@@ -72,7 +74,8 @@ def _crossing(workload: Crossover, hardware: Hardware, runs: Sequence[Run]) -> C
         before, after = (f"({newest[each][0].query})" for each in (low, high))
         query = f"SELECT {low} + {high - low} * ({before} - 1) / ({before} - {after})"
     pairs = [newest[length] for length in used]
-    doubts = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, rule.numerator.metric)]
+    metric = workload.numerator.metric
+    doubts = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, metric)]
     if len({run.commit for _, run in pairs}) > 1:
         doubts.append("the lengths are of different commits")
     about = (workload.name, workload.title, hardware, ratios)

@@ -10,8 +10,7 @@ from jobs.schema.states import Result
 from orchestrator.judge.candidates import quoted
 from orchestrator.judge.rules import QUESTIONS, Gates, Plan
 from orchestrator.judge.steps import Step, merged
-from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate, worst
-from orchestrator.store import Store
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, worst
 
 _ORDER = [Result.NO_GO, Result.GO, Result.UNKNOWN]  # of sentences
 _NAMED = 3  # more rules than these are counted
@@ -37,27 +36,19 @@ class Decision:
         return merged(rule.step for verdict in self.verdicts for rule in verdict.rules if rule.step)
 
     @property
-    def sentence(self) -> str:
-        """The result in words, with the headline figures of the hardware that was measured."""
-        return " ".join(self.sentences)
-
-    @property
     def sentences(self) -> list[str]:
-        """The parts of `sentence`: one a machine that was measured, one for the others."""
+        """The result in words, with headline figures: one a machine that was measured, and one for the others."""
         judged = [each for each in self.verdicts if each.measured or each.result is not Result.UNKNOWN]
         said = [_clause(each) for each in sorted(judged, key=lambda each: _ORDER.index(each.result))]
         blank = [each for each in self.verdicts if each not in judged]
-        missing = f"nothing measured{_on(blank, 'or')}" if blank else ""
+        titles = [each.hardware.title for each in blank if each.hardware]
+        where = " or ".join(filter(None, (", ".join(titles[:-1]), *titles[-1:])))
+        nothing = "nothing measured" + (f" on {where}" if where else "")
         if self.result is Result.UNKNOWN:
-            said = ["Not yet" + (f": {missing}" if missing else ""), *said]
-        elif missing:
-            said.append(f"N{missing[1:]}")
+            said = ["Not yet" + (f": {nothing}" if blank else ""), *said]
+        elif blank:
+            said.append(f"N{nothing[1:]}")
         return [f"{each}." for each in said]
-
-
-def decide(store: Store, gates: Gates, run_ids: Sequence[str] | None = None) -> list[Decision]:
-    """One decision per target, on the measured runs in `run_ids` (None: all). Raises StoreUnavailable."""
-    return decisions(gates, evaluate(store, gates, run_ids))
 
 
 def decisions(gates: Gates, verdicts: Sequence[TargetVerdict]) -> list[Decision]:
@@ -81,10 +72,19 @@ def query(verdict: TargetVerdict) -> str:
 
 def answers(verdict: TargetVerdict) -> str:
     """The answers to a plan's questions in words, what fails first, then what it takes and where NSA begins to pay."""
-    parts = [
-        _answer(verdict, question, result)
-        for question, result in sorted(verdict.questions.items(), key=lambda each: _ORDER.index(each[1]))
-    ]
+    parts = []
+    for question, result in sorted(verdict.questions.items(), key=lambda each: _ORDER.index(each[1])):
+        at = f" at S={verdict.plan.seq_len:,}" if question == QUESTIONS[-1] and verdict.plan else ""
+        words = f"{'not ' if result is Result.NO_GO else ''}{question}{at}"
+        if result is Result.UNKNOWN:
+            rules = [rule for rule in verdict.rules if rule.question == question]
+            words = f"not known whether {question}{at} (open: {_open(rules)})"
+        figures = [
+            (rule.says or _figure(rule, named=result is Result.NO_GO)) + (" (transferred)" if rule.transferred else "")
+            for rule in _said(verdict)
+            if rule.question == question
+        ]
+        parts.append(f"{words}: {', '.join(figures)}" if figures else words)
     if (cost := _cost(verdict)) is not None:
         money = "" if cost.price is None else f", ${_number(cost.gpu_hours * cost.price, 2)}"
         parts.append(f"the plan takes {_number(cost.gpu_hours, 2)} GPU-hours{money}")
@@ -92,20 +92,6 @@ def answers(verdict: TargetVerdict) -> str:
         parts.append(f"{lesser} of {len(verdict.rules)} rules rest on transferred evidence")
     text = "; ".join(parts)
     return f"{text}. {verdict.crossing.words}" if verdict.crossing else text
-
-
-def _answer(verdict: TargetVerdict, question: str, result: Result) -> str:
-    figures = ", ".join(
-        (rule.says or _figure(rule, named=result is Result.NO_GO)) + (" (transferred)" if rule.transferred else "")
-        for rule in _said(verdict)
-        if rule.question == question
-    )
-    at = f" at S={verdict.plan.seq_len:,}" if question == QUESTIONS[-1] and verdict.plan else ""
-    words = f"{'not ' if result is Result.NO_GO else ''}{question}{at}"
-    if result is Result.UNKNOWN:
-        left = _open([rule for rule in verdict.rules if rule.question == question])
-        words = f"not known whether {question}{at} (open: {left})"
-    return f"{words}: {figures}" if figures else words
 
 
 def _open(rules: Sequence[RuleVerdict]) -> str:
@@ -145,27 +131,19 @@ def _cost(verdict: TargetVerdict) -> _Cost | None:
 
 def _clause(verdict: TargetVerdict) -> str:
     """A verdict in words: "On 1x H200: 36,271 tok/s of 2,370 needed; open: soak-memory-slope"."""
-    on = _on([verdict])
+    machine = f" on {verdict.hardware.title}" if verdict.hardware else ""
     if verdict.questions:
-        return f"O{on[2:]}: {answers(verdict)}"
+        return f"O{machine[2:]}: {answers(verdict)}" if machine else answers(verdict)
     if verdict.result is Result.NO_GO:
         failed = [rule for rule in verdict.rules if rule.result is Result.NO_GO]
-        return f"No{on}: {', '.join(_figure(rule, named=True) for rule in failed)}"
+        return f"No{machine}: {', '.join(_figure(rule, named=True) for rule in failed)}"
     figures = ", ".join(_figure(rule) for rule in verdict.rules if rule.headline and rule.value is not None)
     if verdict.result is Result.GO:
-        return f"Go{on}" + (f": {figures}" if figures else "")
+        return f"Go{machine}" + (f": {figures}" if figures else "")
     left = _open(verdict.rules)
     left = f"{left} open" if left.endswith(" rules") else f"open: {left}"
     left = f"{figures}; {left}" if figures else left
-    return f"O{on[2:]}: {left}" if on else f"{left[0].upper()}{left[1:]}"
-
-
-def _on(verdicts: Sequence[TargetVerdict], last: str = "and") -> str:
-    """The verdicts' hardware: " on 1x A100, 2x A100 or 1x H100"; "" without."""
-    titles = [verdict.hardware.title for verdict in verdicts if verdict.hardware]
-    if len(titles) > 1:
-        titles = [f"{', '.join(titles[:-1])} {last} {titles[-1]}"]
-    return "".join(f" on {title}" for title in titles)
+    return f"O{machine[2:]}: {left}" if machine else f"{left[0].upper()}{left[1:]}"
 
 
 def _figure(rule: RuleVerdict, *, named: bool = False) -> str:
@@ -173,20 +151,14 @@ def _figure(rule: RuleVerdict, *, named: bool = False) -> str:
     assert rule.value is not None, "only judged rules are shown"
     assert rule.bound is not None, "every judged rule has a bound"
     scale, unit = (1024, "GiB") if rule.unit == "MiB" else (1, "" if rule.unit == "1" else rule.unit)
-    value, bound = _numbers(rule.value / scale, rule.bound / scale)
+    value, bound = rule.value / scale, rule.bound / scale
+    # Three digits, or as many as tell them apart: "1.1502" beside "1.15" is no "1.15".
+    digits = next(n for n in range(3, 18) if value == bound or _number(value, n) != _number(bound, n))
+    shown, limit = _number(value, digits), _number(bound, digits)
     if named or not unit:
         side = "at most" if rule.comparison == "<=" else "at least"
-        return f"{rule.rule} {value} ({side} {bound} {unit}".rstrip() + ")"
-    return f"{value} of {bound} {unit}" if rule.comparison == "<=" else f"{value} {unit} of {bound} needed"
-
-
-def _numbers(value: float, bound: float) -> tuple[str, str]:
-    """Both in three digits, or as many as tell them apart: "1.1502" beside "1.15" is no "1.15"."""
-    for digits in range(3, 16):
-        shown = _number(value, digits), _number(bound, digits)
-        if value == bound or shown[0] != shown[1]:
-            return shown
-    return repr(value), repr(bound)
+        return f"{rule.rule} {shown} ({side} {limit} {unit}".rstrip() + ")"
+    return f"{shown} of {limit} {unit}" if rule.comparison == "<=" else f"{shown} {unit} of {limit} needed"
 
 
 def _number(value: float, digits: int) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -25,17 +26,15 @@ from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.git import git
 from orchestrator.judge.analysis import Fit, scaling_fits
-from orchestrator.judge.scope import LENGTH, RANKS, Hardware, Row, Scope, Where
+from orchestrator.judge.scope import LENGTH, Hardware, Row, Scope, Where, is_among
 from orchestrator.settings import SOURCES
 from orchestrator.store import Store, models, queries
 from orchestrator.store.models import Attempt, Environment, Metric, Point
 from orchestrator.store.views import v_metrics, v_points
 
 Series = tuple[Any, ...]
-Lengths = Mapping[Series, int]
 _SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
 _AXES = tuple(axis.name for axis in AXES if axis.name != LENGTH)
-_coordinates = itemgetter(*_AXES, "gpu", "kind", "run_name")
 _SHARED = ("run_id", "run_name", "kind", "point_id", "label", *(axis.name for axis in AXES), "gpu")
 _POINT = (*_SHARED, "state", "reason")
 _METRIC = (*_SHARED, "origin", "source", "metric", "unit", "value", "ci_low", "ci_high", "p10", "p90", "per_sequence")
@@ -47,36 +46,15 @@ _UNSTEADY = 0.5  # of the value: the distance from the tenth to the ninetieth pe
 
 @dataclass(frozen=True)
 class Part:
-    """Points of a run that differ in their lengths alone: a row of the others' coordinates, the series, the lengths."""
+    """Points of a run that differ in their lengths alone: a row of the others' coordinates, and the lengths."""
 
     row: Row
-    series: Series
     lengths: frozenset[Any]
 
-    def is_in(self, scope: Scope) -> Iterator[Any]:
-        """The lengths that are in the scope, where its hardware was looked at before."""
-        return filter(scope.where.matches_length, self.lengths if scope.where.matches_but_length(self.row) else ())
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Distinct coordinates of a run's points, whatever became of them; runs of equal shape share one."""
-
-    number: int
-    parts: tuple[Part, ...]
-
-    @cached_property
-    def by_machine(self) -> list[list[Part]]:
-        """The parts by device, card and number of GPUs, which is all that a hardware asks."""
-        groups: dict[tuple, list[Part]] = defaultdict(list)
-        for part in self.parts:
-            groups[part.row["device"], part.row["gpu"], part.row.get(RANKS)].append(part)
-        return list(groups.values())
-
-    @cached_property
-    def own_columns(self) -> list[str]:
-        """The columns of the kind-specific axes that any of the points has, sorted."""
-        return sorted({name for part in self.parts for name, _ in _own_axes(part.row)})
+    def lengths_in(self, scope: Scope) -> set[Any]:
+        """The lengths that are in the scope."""
+        requested = getattr(scope.where, LENGTH) if scope.matches(self.row) else ()
+        return {length for length in self.lengths if is_among(length, requested)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,51 +68,45 @@ class Run:
     state: RunState
     commit: str | None
     minutes: float | None  # its duration; None if it has not ended, or was resumed after a pause
-    shape: Shape
-    states: Mapping[PointState, int]  # number of its points by state
+    shape: int  # runs of the same number have the same parts
+    parts: tuple[Part, ...]  # its points by coordinates, whatever became of them
     failed_parts: tuple[Part, ...]
-    source: Source
-    resumed: bool
+    states: Mapping[PointState, int]  # number of its points by state
+    complete: bool  # whether it is done, or was and all that its points are still counts while some are measured again
     foreign: str  # why its code is not that of this history; "" if it is
     old: bool  # whether the newest run came long after it
+    source: Source
     _metrics: dict[str, list[Row]] = field(default_factory=dict)
     _fits: dict[tuple[str, ...], list[Fit]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"run {self.run_id}" + (f" at {self.commit}" if self.commit else "")
 
-    @property
-    def points(self) -> int:
-        """The number of its points."""
-        return sum(self.states.values())
-
-    @property
-    def ranks(self) -> int:
-        """The most GPUs that one of the points used together."""
-        return max((part.row.get(RANKS) or 1 for part in self.shape.parts), default=1)
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is done, or was and all that its points are still counts while some are measured again."""
-        return self.state is RunState.DONE or (self.resumed and all(state.settles for state in self.states))
-
-    def lengths(self, scope: Scope) -> Lengths:
+    def lengths(self, scope: Scope) -> Mapping[Series, int]:
         """The number of lengths of each series in the scope, whatever became of the points."""
-        if self.shape.number not in scope.lengths:
+        if self.shape not in scope.lengths:
             series: dict[Series, set[Any]] = defaultdict(set)
-            for parts in self.shape.by_machine:
-                if scope.is_here(parts[0].row):
-                    for part in parts:
-                        series[part.series].update(part.is_in(scope))
-            counts = {name: len(lengths) for name, lengths in series.items() if lengths}
-            scope.lengths[self.shape.number] = counts
-        return scope.lengths[self.shape.number]
+            for part in self.parts:
+                if lengths := part.lengths_in(scope):
+                    series[series_of(part.row)] |= lengths
+            scope.lengths[self.shape] = {name: len(lengths) for name, lengths in series.items()}
+        return scope.lengths[self.shape]
+
+    def failed(self, scope: Scope) -> bool:
+        """Whether a point in the scope failed."""
+        return any(part.lengths_in(scope) for part in self.failed_parts)
+
+    def in_scope(self, scope: Scope, *more: Where) -> list[Row]:
+        """Rows of the points in the scope that match all further filters, by number."""
+        points = self._points if self.lengths(scope) else []
+        return [row for row in points if scope.matches(row) and all(each.matches(row) for each in more)]
 
     def of(self, metric: str, scope: Scope, *more: Where) -> list[Row]:
         """Rows of a metric that are in the scope and match all further filters."""
         if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
             return []
-        return _chosen(self._values(metric), scope, more)
+        rows = self._values(metric)
+        return [row for row in rows if scope.matches(row) and all(each.matches(row) for each in more)]
 
     def fits(self, metric: str, scope: Scope) -> list[Fit]:
         """Fits of a metric's series in the scope."""
@@ -143,20 +115,6 @@ class Run:
         if points not in self._fits:
             self._fits[points] = scaling_fits(pd.DataFrame(rows)) if rows else []
         return self._fits[points]
-
-    def in_scope(self, scope: Scope, *more: Where) -> list[Row]:
-        """Rows of the points in the scope that match all further filters."""
-        return _chosen(self._points, scope, more) if self.lengths(scope) else []
-
-    def failed(self, scope: Scope) -> bool:
-        """Whether a point in the scope failed."""
-        return any(scope.is_here(part.row) and any(True for _ in part.is_in(scope)) for part in self.failed_parts)
-
-    def failures(self, scope: Scope, *more: Where) -> list[Row]:
-        """Rows of the failed points in the scope that match all further filters."""
-        if not self.failed(scope):
-            return []
-        return _chosen((point for point in self._points if point["state"] in FAILED), scope, more)
 
     @cached_property
     def texts(self) -> Mapping[str, str]:
@@ -190,18 +148,20 @@ class Run:
             if row["point_id"] in points and row["value"] and None not in (row["p10"], row["p90"]):
                 spread = (row["p90"] - row["p10"]) / abs(row["value"])
                 found += [f"unsteady: {spread:.0%} between its percentiles 10 and 90"] if spread > _UNSTEADY else []
-        cards = [env.get("gpu") for point, env in self._environments.items() if point in points]
+        usual = hardware.power if hardware else None
+        cards = [environment.get("gpu") for point, environment in self._environments.items() if point in points]
         for card in (each for each in cards if isinstance(each, dict)):
-            limit, usual = _number(card.get("power_limit_w")), hardware.power if hardware else None
-            found += [f"power capped at {limit:g} W"] if limit and usual and limit < usual else []
+            with suppress(TypeError, ValueError):  # the driver may not know its limit
+                if usual and 0 < (limit := float(card.get("power_limit_w", ""))) < usual:
+                    found.append(f"power capped at {limit:g} W")
             found += ["ECC was off"] if card.get("ecc") == "0" else []
         return list(dict.fromkeys(found))
 
     def _values(self, metric: str) -> list[Row]:
         """Rows of a metric, by point, each with all own columns of the run, so that equal shapes compare equal."""
         if metric not in self._metrics:
+            empty = {name: None for part in self.parts for name in more_columns(part.row)}
             rows = self.source.rows(v_metrics, _METRIC, "point_id", run_id=self.run_id, metric=metric)
-            empty = dict.fromkeys(self.shape.own_columns)
             self._metrics[metric] = [
                 empty | {name: None if value != value else value for name, value in row.items()} for row in rows
             ]
@@ -222,8 +182,10 @@ class Run:
             return {point_id: content or {} for point_id, content in session.execute(query)}
 
 
-def _chosen(rows: Iterable[Row], scope: Scope, more: Sequence[Where]) -> list[Row]:
-    return [row for row in rows if scope.matches(row) and all(each.matches(row) for each in more)]
+def series_of(point: Row) -> Series:
+    """The series of a row of v_points: its coordinates but the length."""
+    own = [(name, point[name]) for name in more_columns(point) if point[name] is not None]
+    return (*(point[name] for name in _SERIES), *own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,30 +224,58 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
         {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
         for row in queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED).to_dict("records")
     ]
-    groups, source = _groups(store, rows, everything=run_ids is None), Source(store, run_ids)
-    newest = max((row["created_at"] for row in rows), default=None)
-    shapes: dict[frozenset, Shape] = {}
-    runs = []
+    groups, source = _groups(store, run_ids), Source(store, run_ids)
+    shapes: dict[frozenset, int] = {}
+    runs: list[Run] = []
     for row in rows:
-        commit, minutes = row["git_commit"] and str(row["git_commit"])[:10], None
-        foreign = "" if not commit or in_history(commit) else f"commit {commit} is not in this history"
+        parts: dict[tuple, set[Any]] = defaultdict(set)
+        failed: dict[tuple, set[Any]] = defaultdict(set)
+        states: Counter[PointState] = Counter()
+        for _, state, card, more, *values, number, with_length, lengths in groups.get(row["run_id"], ()):
+            states[state] += number
+            # A failed point may lack its GPU; with its run's, a rule about one GPU sees the failure.
+            point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or row["gpu"]}
+            point |= {"kind": row["kind"], "run_name": row["name"]}
+            own = sorted((json.loads(more or "{}") or {}).items())
+            key = (*point.items(), *((MORE + name, value) for name, value in own if value is not None))
+            for group in (parts, failed) if state in FAILED else (parts,):
+                group[key].update(map(int, lengths.split(",") if lengths else ()))
+                group[key].update([None] if with_length < number else [])
+        shape = shapes.setdefault(frozenset((key, frozenset(lengths)) for key, lengths in parts.items()), len(shapes))
+        commit, foreign = row["git_commit"] and str(row["git_commit"])[:10], ""
         if not commit and (SOURCES / ".git").exists():  # without, as where it is installed, no commit is known
             foreign = "its commit is unknown"
-        if commit and row["git_dirty"]:
-            commit += " (uncommitted changes)"
-            foreign = "it ran with uncommitted changes"
-        if row["ended_at"] is not None and not row["resumed"]:
-            minutes = (row["ended_at"] - row["created_at"]).total_seconds() / 60
-        shape, states, failed = _outline(row, groups.get(row["run_id"], ()), shapes)
-        state, old, resumed = RunState(row["state"]), newest - row["created_at"] > _OLD, row["resumed"] > 0
-        about = (row["run_id"], row["name"], row["kind"], row["gpu"], state, commit or None, minutes)
-        runs.append(Run(*about, shape, states, failed, source, resumed, foreign, old))
+        elif commit and row["git_dirty"]:
+            commit, foreign = f"{commit} (uncommitted changes)", "it ran with uncommitted changes"
+        elif commit and not in_history(commit):
+            foreign = f"commit {commit} is not in this history"
+        whole = row["ended_at"] is not None and not row["resumed"]
+        state = RunState(row["state"])
+        runs.append(
+            Run(
+                run_id=row["run_id"],
+                name=row["name"],
+                kind=row["kind"],
+                gpu=row["gpu"],
+                state=state,
+                commit=commit or None,
+                minutes=(row["ended_at"] - row["created_at"]).total_seconds() / 60 if whole else None,
+                shape=shape,
+                parts=tuple(Part(dict(key), frozenset(lengths)) for key, lengths in parts.items()),
+                failed_parts=tuple(Part(dict(key), frozenset(lengths)) for key, lengths in failed.items()),
+                states=states,
+                complete=state is RunState.DONE or (row["resumed"] > 0 and all(each.settles for each in states)),
+                foreign=foreign,
+                old=rows[0]["created_at"] - row["created_at"] > _OLD,
+                source=source,
+            )
+        )
     return runs
 
 
-def _groups(store: Store, runs: Sequence[Row], *, everything: bool) -> dict[str, list[Sequence[Any]]]:
-    """The points of each run by state and coordinates but the length; `everything`: these are all measured runs."""
-    # JSON has no equality on Postgres, and its text has. Equal axes in another order are put together by `_outline`.
+def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, list[Sequence[Any]]]:
+    """The points of each measured run by state and coordinates but the length."""
+    # JSON has no equality on Postgres, and its text has. Equal axes in another order come together in `measured_runs`.
     table = Point.__table__.c
     columns = (Point.run_id, Attempt.state, Environment.gpu, cast(Point.more_axes, Text), *(table[a] for a in _AXES))
     length = table[LENGTH]
@@ -299,54 +289,10 @@ def _groups(store: Store, runs: Sequence[Row], *, everything: bool) -> dict[str,
         .group_by(*columns)
         .order_by(Point.run_id)
     )
-    if not everything:
-        query = query.where(Point.run_id.in_([run["run_id"] for run in runs]))
+    if run_ids is not None:
+        query = query.where(Point.run_id.in_(run_ids))
     with store.session() as session:
         return {run_id: list(groups) for run_id, groups in groupby(session.execute(query), itemgetter(0))}
-
-
-def _outline(
-    run: Row, groups: Iterable[Sequence[Any]], shapes: dict[frozenset, Shape]
-) -> tuple[Shape, Mapping[PointState, int], tuple[Part, ...]]:
-    """A run's shape, its number of points by state, and the parts that failed.
-
-    A failed point may lack its GPU; it gets its run's GPU, so that a rule about one GPU sees the failure.
-    """
-    states: Counter[PointState] = Counter()
-    parts: dict[tuple, tuple[Row, set[Any]]] = {}
-    failed: dict[tuple, tuple[Row, set[Any]]] = {}
-    for _, state, card, more, *values, number, with_length, text in groups:
-        states[state] += number
-        row = dict(zip(_AXES, values, strict=True))
-        row |= {"gpu": card or run["gpu"], "kind": run["kind"], "run_name": run["name"]}
-        row |= {MORE + name: value for name, value in (json.loads(more or "{}") or {}).items()}
-        lengths = _lengths(text) | ({None} if with_length < number else frozenset())
-        key = (*_coordinates(row), *_own_axes(row))
-        for group in (parts, failed) if state in FAILED else (parts,):
-            group.setdefault(key, (row, set()))[1].update(lengths)
-    identity = frozenset((key, frozenset(lengths)) for key, (_, lengths) in parts.items())
-    if identity not in shapes:
-        shapes[identity] = Shape(len(shapes), _parts(parts))
-    return shapes[identity], states, _parts(failed)
-
-
-@lru_cache(maxsize=10_000)  # sweeps repeat each other's
-def _lengths(text: str | None) -> frozenset[Any]:
-    return frozenset(map(int, text.split(","))) if text else frozenset()
-
-
-def _parts(groups: Mapping[tuple, tuple[Row, set[Any]]]) -> tuple[Part, ...]:
-    return tuple(Part(row, series_of(row), frozenset(lengths)) for row, lengths in groups.values())
-
-
-def series_of(point: Row) -> Series:
-    """The series of a row of v_points: its coordinates but the length."""
-    return (*(point[name] for name in _SERIES), *_own_axes(point))
-
-
-def _own_axes(point: Row) -> list[tuple[str, Any]]:
-    """The kind-specific axes of a point with their values."""
-    return [(name, point[name]) for name in more_columns(point) if point[name] is not None]
 
 
 @cache
@@ -357,13 +303,6 @@ def in_history(commit: str) -> bool:
     return git(SOURCES, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
 
 
-def _number(text: Any) -> float | None:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
-
-
 def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
     """The complete runs, newest first; then those that an older one exceeds, for where that lacks the metric.
 
@@ -371,12 +310,11 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
     """
     complete = [(run, frozenset(lengths.items())) for run in runs if run.complete and (lengths := run.lengths(scope))]
     oldest = {measured: place for place, (_, measured) in enumerate(complete)}
-
-    def exceeded_until(measured: frozenset[tuple[Series, int]]) -> int:
-        """Place of the oldest run that exceeds what was measured; -1 without."""
-        others = ((dict(more), place) for more, place in oldest.items() if more != measured)
-        return max((at for more, at in others if all(more.get(series, 0) >= n for series, n in measured)), default=-1)
-
-    exceeded_before = {measured: exceeded_until(measured) for measured in oldest}
+    exceeded_before = dict.fromkeys(oldest, -1)  # place of the oldest run that exceeds what was measured
+    for more, place in oldest.items():
+        counts = dict(more)
+        for measured in oldest.keys() - {more}:
+            if all(counts.get(series, 0) >= number for series, number in measured):
+                exceeded_before[measured] = max(exceeded_before[measured], place)
     exceeded = {run.run_id for place, (run, measured) in enumerate(complete) if place < exceeded_before[measured]}
     return sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)

@@ -60,12 +60,6 @@ class Mix:
         """The quadratic part's share at the longest length."""
         return self.parts[2] / sum(self.parts)
 
-    @property
-    def slopes(self) -> tuple[float, float, float]:
-        """The slope on log-log axes at the longest length, and its interval by that of the quadratic share."""
-        growing = 1 - self.parts[0] / sum(self.parts)
-        return growing + self.share, growing + self.share_low, growing + self.share_high
-
     def __str__(self) -> str:
         """The shares at the longest length, and where the quadratic part takes over."""
         named = zip(self.parts, ("overhead", "linear", "quadratic"), strict=True)
@@ -127,15 +121,20 @@ def fit_growth(
     distinct = _distinct(x)
     if len(distinct) < MIN_LENGTHS or y.min() < 1 / _IMMENSE or y.max() > _IMMENSE:
         return None
-    last = max(0, len(distinct) - _MIN_RANGE)
-    laws = [_best_law(x[kept], y[kept], noise[kept]) for kept in (x >= first for first in distinct[: last + 1])]
+    starts = distinct[: max(0, len(distinct) - _MIN_RANGE) + 1]
+    laws = []
+    for kept in (x >= first for first in starts):
+        law, criterion = _law(x[kept], y[kept], noise[kept], with_overhead=False)
+        if len(law.lengths) > _MIN_RANGE:  # an overhead needs more points than parameters
+            other, others = _law(x[kept], y[kept], noise[kept], with_overhead=True)
+            law = other if others < criterion - _EVIDENCE and other.overhead > 0 else law
+        laws.append(law)
     exact = [law for law in laws if law.residual <= _EXACT and len(law.lengths) > _MIN_RANGE]
     law = next(iter(exact), None) or next((law for law in laws if law.residual <= HOLDS), laws[-1])
     if not law.overhead and law not in exact:
         law = _widened(law, x, y, noise)
     kept, mix = x > 0, None
-    for first in distinct[:last]:
-        longer = x >= first
+    for longer in (x >= first for first in starts[:-1]):
         if (tried := _mix(x[longer], y[longer], noise[longer])) is None or tried.residual > HOLDS:
             continue
         if mix is not None and (len(tried.lengths) < _MIX_RANGE or tried.residual > _OUTLIES * mix.residual):
@@ -158,7 +157,7 @@ def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
     free = len(x) - 3
     if free < 1:
         return None
-    root = np.sqrt(_weights(noise))
+    root = np.sqrt(noise**-2 / np.mean(noise**-2))
     terms = np.vander(x / x.max(), 3, increasing=True) * (root / y)[:, None]
     parts, norm = optimize.nnls(terms, root)
     loose, *_ = np.linalg.lstsq(terms, root, rcond=None)
@@ -194,15 +193,6 @@ def _refuses(mix: Mix, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> bool:
     return criterion < min(_law(x, y, noise, with_overhead=each)[1] for each in (False, True)) - 2 * _EVIDENCE
 
 
-def _best_law(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
-    """The law of lower information criterion; the overhead needs more points than parameters."""
-    plain, criterion = _law(x, y, noise, with_overhead=False)
-    if len(plain.lengths) <= _MIN_RANGE:
-        return plain
-    other, others = _law(x, y, noise, with_overhead=True)
-    return other if others < criterion - _EVIDENCE and other.overhead > 0 else plain
-
-
 def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Growth:
     """A plain law, its interval also over that of the law with an overhead where the values may hold one.
 
@@ -212,8 +202,7 @@ def _widened(law: Growth, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Gr
     """
     from scipy import special
 
-    for first in _distinct(x)[:-_MIN_RANGE]:
-        kept = x >= first
+    for kept in (x >= first for first in _distinct(x)[:-_MIN_RANGE]):
         other, _ = _law(x[kept], y[kept], noise[kept], with_overhead=True)
         if other.residual <= max(HOLDS, law.residual) and other.overhead > 0:
             plain, _ = _law(x[kept], y[kept], noise[kept], with_overhead=False)
@@ -229,12 +218,12 @@ def _law(x: np.ndarray, y: np.ndarray, noise: np.ndarray, *, with_overhead: bool
     """The best law of one form and its information criterion: on a grid of exponents, then on a finer one about it."""
     from scipy import special
 
-    n, parameters, weights = len(x), 2 + with_overhead, _weights(noise)
-    coarse, *_ = _squares(x, y, weights, _EXPONENTS, with_overhead)
+    n, parameters, root = len(x), 2 + with_overhead, np.sqrt(noise**-2 / np.mean(noise**-2))
+    coarse, *_ = _squares(x, y, root, _EXPONENTS, with_overhead)
     place = int(coarse.argmin())
     near = _EXPONENTS[max(place - 1, 0)], _EXPONENTS[min(place + 1, len(_EXPONENTS) - 1)]
     exponents = np.linspace(*near, 2001)
-    fine, overhead, scale = _squares(x, y, weights, exponents, with_overhead)
+    fine, overhead, scale = _squares(x, y, root, exponents, with_overhead)
     best = int(fine.argmin())
     least = float(fine[best])
     seen = least / (n - parameters) * float(special.fdtri(1, n - parameters, _LEVEL))
@@ -254,11 +243,10 @@ def _law(x: np.ndarray, y: np.ndarray, noise: np.ndarray, *, with_overhead: bool
 
 
 def _squares(
-    x: np.ndarray, y: np.ndarray, weights: np.ndarray, exponents: np.ndarray, with_overhead: bool
+    x: np.ndarray, y: np.ndarray, root: np.ndarray, exponents: np.ndarray, with_overhead: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each exponent, the least sum over weights · (1 - (a + b (x / x_max)^p) / y)² with a >= 0, which is linear;
-    its a; and its b."""
-    root = np.sqrt(weights)
+    its a; and its b. `root`: of the weights."""
     constant = root / y
     grown = np.exp(np.outer(exponents, np.log(x / x.max())))
     grown *= constant
@@ -296,10 +284,6 @@ def _checked(
     if not (np.isfinite(x).all() and np.isfinite(y).all() and (x > 0).all() and (y > 0).all()):
         raise ValueError("lengths and values must be positive and finite; leave out what was not measured")
     return x, y, np.clip(np.zeros(len(x)) if spreads is None else np.asarray(spreads, dtype=float), least, _VAGUE)
-
-
-def _weights(noise: np.ndarray) -> np.ndarray:
-    return noise**-2 / np.mean(noise**-2)
 
 
 def _distinct(x: np.ndarray) -> tuple[int, ...]:

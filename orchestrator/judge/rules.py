@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +18,7 @@ from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.validation import describe
 from jobs.specs.yaml_text import YamlError, read_mapping
 from orchestrator.errors import UserError
-from orchestrator.judge.scope import ANY, Hardware, Strict, Where
+from orchestrator.judge.scope import ANY, Hardware, Strict, Where, no_common_axis
 from orchestrator.settings import SOURCES
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
@@ -79,14 +81,8 @@ class Plan(TrainingPlan):
     """A planned run: its length and mode, beside its steps, tokens a step and hours."""
 
     seq_len: int | None = Field(None, ge=1)
-    mode: dict[str, str] = Field({})  # values of the axes of a training's mode
+    mode: Annotated[dict[str, str], AfterValidator(no_common_axis)] = Field({})  # values of the axes of its mode
     parallel: str | None = None  # that on several GPUs
-
-    @field_validator("mode")
-    @classmethod
-    def _check_mode(cls, mode: dict[str, str]) -> dict[str, str]:
-        Where.model_validate({"axes": mode})
-        return mode
 
     @model_validator(mode="after")
     def _whole_sequences(self) -> Self:
@@ -169,13 +165,6 @@ class _Rule(Strict):
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as err:
             raise ValueError(f"{err} cannot be filled in; use {{value}}, {{inverse}} or {{bound}}") from None
 
-    @property
-    def of_hardware(self) -> str | None:
-        """The name of a field that has a meaning on hardware only; None if there is none."""
-        given = {"gpus": self.gpus, "min_gpus": self.min_gpus, "transfers": self.transfers}
-        given |= {"per_hardware": self.per_hardware, "on_several": self.on_several.model_fields_set}
-        return next((name for name, value in given.items() if value), None)
-
     def judged_on(self, hardware: Hardware | None, plan: Plan | None) -> Self:
         """The rule as it is judged on a hardware (None: any machine), for a plan."""
         where, given, gpus = self.where, {}, hardware.gpus if hardware and self.gpus == "all" else 1
@@ -206,6 +195,16 @@ class _Bounded(_Rule):
             if other := sorted(change.model_fields_set & {"at_most", "at_least"} - self.model_fields_set):
                 raise ValueError(f"{name}.{other[0]}: is not the bound of this rule; change the one that it has")
         return self
+
+    def bound_for(self, plan: Plan | None) -> tuple[Literal["<=", ">="], float]:
+        """How a value is to compare with the bound, and the bound, for a target's plan."""
+        if self.at_most is not None:
+            return "<=", self.at_most
+        assert self.at_least is not None, "one of both is given"
+        if not isinstance(self.at_least, str):
+            return ">=", self.at_least
+        assert plan is not None, "validated with the target"
+        return ">=", plan.needed if self.at_least == "plan" else float(plan.seq_len or 0)
 
 
 class ExponentRule(_Bounded):
@@ -277,12 +276,10 @@ class Target(Strict):
     plan: Plan | None = None
     crossovers: tuple[str, ...] = Field((), description="the first that has evidence is named in sentences")
     hardware: tuple[str, ...] = ()
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.rules:
-            raise ValueError("rules: is empty; without a rule nothing would be decided")
         if double := _double(rule.rule for rule in self.rules):
             raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
         if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
@@ -292,27 +289,18 @@ class Target(Strict):
             raise ValueError(f"rules.{of_plan[0]}: needs a plan with seq_len; add both to the target")
         if double := _double(self.hardware):
             raise ValueError(f"hardware: {double!r} comes twice; remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _of_its_hardware(self) -> Self:
         for rule in self.rules:
-            if not self.hardware and rule.of_hardware:
-                raise ValueError(f"rules.{rule.rule}.{rule.of_hardware}: needs a target with hardware; add hardware")
+            of_hardware = {name: getattr(rule, name) for name in ("gpus", "min_gpus", "transfers", "per_hardware")}
+            of_hardware["on_several"] = rule.on_several.model_fields_set
+            if not self.hardware and (given := [name for name, value in of_hardware.items() if value]):
+                raise ValueError(f"rules.{rule.rule}.{given[0]}: needs a target with hardware; add hardware")
             if unknown := sorted(rule.per_hardware.keys() - set(self.hardware)):
-                raise ValueError(
-                    f"rules.{rule.rule}.per_hardware: {unknown[0]!r} is not hardware of this target; add it there"
-                )
-        for name in self.hardware:
-            if len(self.verdict_name(name)) > _LONGEST_NAME:
-                raise ValueError(
-                    f"name: {self.verdict_name(name)!r} is longer than {_LONGEST_NAME} letters; shorten it"
-                )
+                where = f"rules.{rule.rule}.per_hardware"
+                raise ValueError(f"{where}: {unknown[0]!r} is not hardware of this target; add it there")
+        for name in (f"{self.name}/{hardware}" for hardware in self.hardware):
+            if len(name) > _LONGEST_NAME:
+                raise ValueError(f"name: {name!r} is longer than {_LONGEST_NAME} letters; shorten it")
         return self
-
-    def verdict_name(self, hardware: str) -> str:
-        """The name of the verdict on one hardware."""
-        return f"{self.name}/{hardware}"
 
     def rules_on(self, hardware: Hardware | None) -> list[Rule]:
         """The rules that are judged on a hardware, as they are judged there; None: on any machine."""
@@ -336,7 +324,7 @@ class Gates(Strict):
 
     hardware: tuple[Hardware, ...] = ()
     crossovers: tuple[Crossover, ...] = ()
-    targets: tuple[Target, ...]
+    targets: tuple[Target, ...] = Field(min_length=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -351,8 +339,6 @@ class Gates(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.targets:
-            raise ValueError("targets: is empty; add one")
         if double := _double(target.name for target in self.targets):
             raise ValueError(f"targets: {double!r} comes twice; give each target its own name")
         if double := _double(each.name for each in self.hardware):
@@ -391,8 +377,8 @@ class Gates(Strict):
             if target.name == name and (hardware in target.hardware or not slash):
                 chosen = target.model_copy(update={"hardware": (hardware,)} if hardware else {})
                 return self.model_copy(update={"targets": (chosen,)})
-        names = [each for target in self.targets for each in (target.name, *map(target.verdict_name, target.hardware))]
-        raise GatesError(f"target: {requested!r} is unknown; use one of {', '.join(names)}")
+        verdicts = ([each.name, *(f"{each.name}/{machine}" for machine in each.hardware)] for each in self.targets)
+        raise GatesError(f"target: {requested!r} is unknown; use one of {', '.join(chain(*verdicts))}")
 
 
 def _double(names: Iterable[str]) -> str | None:
@@ -401,18 +387,16 @@ def _double(names: Iterable[str]) -> str | None:
 
 
 def load_gates(path: Path | None = None) -> Gates:
-    """The rules at `path`; None: the default gates.yaml, which is read again when it changed. Raises GatesError."""
-    if path is None and DEFAULT_GATES.is_file():
-        return _default_gates(DEFAULT_GATES.stat().st_mtime_ns)
-    return _gates_in(path or DEFAULT_GATES)
+    """The rules at `path`, read again when it changed; None: the default gates.yaml. Raises GatesError."""
+    path, changed = path or DEFAULT_GATES, None
+    with suppress(OSError):  # read_mapping says what is wrong
+        stat = path.stat()
+        changed = stat.st_mtime_ns, stat.st_size
+    return _gates_in(path, changed)
 
 
-@lru_cache(maxsize=1)
-def _default_gates(changed: int) -> Gates:  # `changed` is the cache's key only
-    return _gates_in(DEFAULT_GATES)
-
-
-def _gates_in(path: Path) -> Gates:
+@lru_cache(maxsize=4)
+def _gates_in(path: Path, changed: Any) -> Gates:  # `changed` is the cache's key only
     data = None
     try:
         data = read_mapping(path, "gates", "targets:")

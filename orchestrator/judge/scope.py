@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, create_model, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
 from jobs.schema.axes import AXES, MORE
 
@@ -41,8 +41,16 @@ class Range(Strict):
         return self
 
 
+def no_common_axis(axes: dict[str, Any]) -> dict[str, Any]:
+    """The values of a kind's own axes. Raises ValueError if one is an axis of all kinds."""
+    if common := sorted(axes.keys() & {axis.name for axis in AXES}):
+        raise ValueError(f"{common[0]}: is an axis of all kinds; write it beside axes, not below")
+    return axes
+
+
 Texts = str | Annotated[tuple[str, ...], Field(min_length=1)]
 Numbers = StrictInt | Annotated[tuple[StrictInt, ...], Field(min_length=1)]
+_OwnAxes = Annotated[dict[str, Texts | Numbers | Range], AfterValidator(no_common_axis)]
 
 
 class _Where(Strict):
@@ -51,24 +59,12 @@ class _Where(Strict):
     gpu: Texts | None = None
     job: Texts | None = Field(None, description="the run's kind: scaling, train, ...")
     run_name: Texts | None = None
-    axes: dict[str, Texts | Numbers | Range] = Field({}, description="values of axes that a kind declares itself")
-
-    @field_validator("axes")
-    @classmethod
-    def _own(cls, axes: dict[str, Any]) -> dict[str, Any]:
-        if named := sorted(axes.keys() & {axis.name for axis in AXES}):
-            raise ValueError(f"{named[0]}: is an axis of all kinds; write it beside axes, not below")
-        return axes
+    axes: _OwnAxes = Field({}, description="values of axes that a kind declares itself")
 
     def matches(self, row: Row) -> bool:
-        return self.matches_but_length(row) and self.matches_length(row[LENGTH])
-
-    def matches_but_length(self, row: Row) -> bool:
-        """Whether all coordinates of a row match, its length aside."""
-        return all(_is_among(row.get(column), requested) for column, requested in self._requested)
-
-    def matches_length(self, length: float | None) -> bool:
-        return _is_among(length, getattr(self, LENGTH))
+        """Whether a row matches; one that has no length is of points of several, and only the rest of it counts."""
+        requested = self._requested.items()
+        return all(is_among(row.get(name), value) for name, value in requested if name in row or name != LENGTH)
 
     def also(self, more: Where) -> Where:
         """This filter with the fields that `more` gives in place of its own."""
@@ -77,26 +73,25 @@ class _Where(Strict):
         return type(self).model_validate(given)  # no copy: it would keep what is cached
 
     @cached_property
-    def _requested(self) -> list[tuple[str, Any]]:
-        """Columns with the requested values, of the fields that are given, without the length."""
+    def _requested(self) -> dict[str, Any]:
+        """The requested values by column, of the fields that are given."""
         found = {"gpu": self.gpu, "kind": self.job, "run_name": self.run_name}
-        found |= {axis.name: getattr(self, axis.attribute) for axis in AXES if axis.name != LENGTH}
+        found |= {axis.name: getattr(self, axis.attribute) for axis in AXES}
         found |= {MORE + name: requested for name, requested in self.axes.items()}
-        return [(column, requested) for column, requested in found.items() if requested is not None]
+        return {column: requested for column, requested in found.items() if requested is not None}
 
     def __str__(self) -> str:
         """The filter in words, for reasons."""
         given = self.model_dump(by_alias=True, exclude_none=True)
         given |= given.pop("axes")
-        labels = {axis.name: axis.label for axis in AXES if axis.name == LENGTH}
-        return ", ".join(f"{labels.get(name, name)} {_in_words(value)}" for name, value in given.items()) or "any point"
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict):  # a Range
-        low, high = value["at_least"], value.get("at_most")
-        return f">= {low:,}" if high is None else f"{low:,} to {high:,}"
-    return " or ".join(map(str, value if isinstance(value, list | tuple) else [value]))
+        words = []
+        for name, value in given.items():
+            text = " or ".join(map(str, value if isinstance(value, list | tuple) else [value]))
+            if isinstance(value, dict):  # a Range
+                low, high = value["at_least"], value.get("at_most")
+                text = f">= {low:,}" if high is None else f"{low:,} to {high:,}"
+            words.append(f"{'S' if name == LENGTH else name} {text}")
+        return ", ".join(words) or "any point"
 
 
 if TYPE_CHECKING:
@@ -109,7 +104,7 @@ else:  # one field per axis of AXES
 ANY = Where.model_validate({})
 
 
-def _is_among(value: str | float | None, requested: Texts | Numbers | Range | None) -> bool:
+def is_among(value: str | float | None, requested: Texts | Numbers | Range | None) -> bool:
     """Whether a coordinate has a requested value; None accepts anything."""
     match requested:
         case None:
@@ -117,7 +112,7 @@ def _is_among(value: str | float | None, requested: Texts | Numbers | Range | No
         case Range(at_least=low, at_most=high):
             return isinstance(value, int | float) and low <= value and (high is None or value <= high)
         case tuple():
-            return any(_is_among(value, each) for each in requested)
+            return any(is_among(value, each) for each in requested)
         case str() if isinstance(value, str):
             return fnmatchcase(value, requested)
         case _:
@@ -147,24 +142,12 @@ class Hardware(BaseModel):
                 raise ValueError(f"architecture: {self.architecture!r}: {self.gpu!r} is {architecture}; write that")
         return self
 
-    def measured(self, row: Row, *, whole: bool = False) -> bool:
-        """Whether a point was measured here: on one card, or on all (`whole`)."""
-        if self.gpu is None:
-            return bool(row["device"] == "cpu")
-        return self.is_card(row["gpu"]) and (row.get(RANKS) or 1) == (self.gpus if whole else 1)
-
     def is_card(self, name: str | None) -> bool:
         """Whether `name`, as the driver gives it, is this card; None: a CPU. A slice of a card (MIG), "NVIDIA H200 MIG
         1g.18gb", is the card only for a pattern that names MIG."""
         if self.gpu is None or name is None:
             return self.gpu is name
         return fnmatchcase(name, self.gpu) and (_SLICE in self.gpu or _SLICE not in name)
-
-    def akin(self, other: Hardware) -> bool:
-        """Whether `other` is another card of the same architecture."""
-        return None not in (self.gpu, self.architecture) and (
-            other.architecture == self.architecture and other.gpu not in (None, self.gpu)
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,11 +160,15 @@ class Scope:
     lengths: dict[int, Any] = field(default_factory=dict)  # of each shape of a run, as far as it was asked for
 
     def matches(self, row: Row) -> bool:
-        return self.is_here(row) and self.where.matches(row)
-
-    def is_here(self, row: Row) -> bool:
-        """Whether a row's point was measured on the scope's hardware."""
-        return self.hardware is None or self.hardware.measured(row, whole=self.whole)
+        """Whether a row's point was measured on the hardware, and matches the filter."""
+        machine = self.hardware
+        if machine is not None and machine.gpu is None and row["device"] != "cpu":
+            return False
+        if machine is not None and machine.gpu is not None:
+            ranks = machine.gpus if self.whole else 1
+            if (row.get(RANKS) or 1) != ranks or not machine.is_card(row["gpu"]):
+                return False
+        return self.where.matches(row)
 
     def __str__(self) -> str:
         return str(self.where) + (f"; on {self.hardware.title}" if self.hardware else "")

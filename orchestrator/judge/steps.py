@@ -19,7 +19,7 @@ from jobs.schema.peaks import BF16_PEAKS
 from jobs.schema.states import FAILED, PointState, RunState
 from orchestrator.judge.evidence import Run
 from orchestrator.judge.rules import READY_SPECS, Rule
-from orchestrator.judge.scope import Hardware
+from orchestrator.judge.scope import RANKS, Hardware
 from orchestrator.settings import example_spec
 
 SHIPPED = Path(__file__).with_name("durations.csv")
@@ -44,22 +44,17 @@ def durations(runs: Sequence[Run]) -> list[Duration]:
 
     Crashes make a run quick and hangs slow, so runs with either do not count; lack of memory does neither.
     """
-    stored = [
-        Duration(run.name, run.kind, run.gpu, run.ranks, run.points, run.minutes, f"{run}")
-        for run in runs
-        if run.state is RunState.DONE and run.minutes and not run.states.keys() & (FAILED - {PointState.OOM})
-    ]
-    return [*stored, *_shipped()]
-
-
-@cache
-def _shipped() -> list[Duration]:
-    found = []
+    known = []
+    for run in runs:
+        if run.state is RunState.DONE and run.minutes and not run.states.keys() & (FAILED - {PointState.OOM}):
+            ranks = max((part.row.get(RANKS) or 1 for part in run.parts), default=1)
+            size = (ranks, sum(run.states.values()), run.minutes)
+            known.append(Duration(run.name, run.kind, run.gpu, *size, f"{run}"))
     for row in csv.DictReader(SHIPPED.read_text().splitlines()):
         source = "published results" + (f", run {row['run_id']}" if row["run_id"] else "")
         size = (max(int(row["gpus"] or 1), 1), int(row["points"]), float(row["minutes"]))
-        found.append(Duration(row["name"], row["kind"], row["gpu"] or None, *size, source))
-    return found
+        known.append(Duration(row["name"], row["kind"], row["gpu"] or None, *size, source))
+    return known
 
 
 @dataclass(frozen=True)

@@ -11,36 +11,23 @@ GO: the rule holds. NO-GO: it does not. UNKNOWN: the evidence is missing or inco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product, takewhile
+from itertools import islice, product, takewhile
 
 from sqlalchemy import insert
 
 from jobs.schema.quantities import readable
-from jobs.schema.states import PointState, Result
-from orchestrator.judge.candidates import BoundedRule, Found, failures, find, quoted, requirement
+from jobs.schema.states import FAILED, PointState, Result
+from orchestrator.judge.candidates import BoundedRule, Found, find, quoted, requirement
 from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.evidence import Run, measured_runs, preferred, series_of
-from orchestrator.judge.rules import (
-    QUESTIONS,
-    Gates,
-    GatesError,
-    MetricRule,
-    Plan,
-    RatioRule,
-    Rule,
-    StatesRule,
-    Target,
-    load_gates,
-)
+from orchestrator.judge.rules import QUESTIONS, Gates, MetricRule, Plan, RatioRule, Rule, StatesRule, Target
 from orchestrator.judge.scope import Hardware, Row, Scope
 from orchestrator.judge.steps import Duration, Step, durations, step_of
 from orchestrator.store import Store
 from orchestrator.store.models import Verdict
 from orchestrator.store.records import now
-
-__all__ = ["Gates", "GatesError", "RuleVerdict", "TargetVerdict", "evaluate", "judge", "load_gates", "save_verdicts"]
 
 _STORED = ("rule", "title", "result", "reason", "value", "unit", "comparison", "bound", "margin", "evidence")
 
@@ -98,11 +85,6 @@ class TargetVerdict:
         return {question: worst(results) for question, results in asked.items() if results}
 
     @property
-    def full_title(self) -> str:
-        """The title with the hardware."""
-        return self.title + (f" (on {self.hardware.title})" if self.hardware else "")
-
-    @property
     def commits(self) -> list[str]:
         """The commits that the rules rest on, in the order of the rules; more than one is worth a warning."""
         return list(dict.fromkeys(rule.commit for rule in self.rules if rule.commit))
@@ -145,7 +127,8 @@ def save_verdicts(store: Store, run_id: str | None, verdicts: Sequence[TargetVer
     at = now()
     rows = []
     for target in verdicts:
-        about = {"target": target.name, "target_title": target.full_title, "target_result": target.result}
+        title = target.title + (f" (on {target.hardware.title})" if target.hardware else "")
+        about = {"target": target.name, "target_title": title, "target_result": target.result}
         for position, rule in enumerate(target.rules):
             judged = {name: getattr(rule, name) for name in _STORED}
             rows.append({"evaluated_at": at, "run_id": run_id, "position": position, **about, **judged})
@@ -165,18 +148,21 @@ def _target(
     rules = []
     for rule in target.rules_on(hardware):
         step = step_of(rule, hardware, known)
-        case, scope = _Case(rule, target.plan, runs, step), Scope(rule.where, hardware, whole=rule.gpus == "all")
+        how = f"run `{step.command}`" if step.command else step.lacking
+        if rule.measure.lacking:
+            how = f"this version lacks {how}"
+        case, scope = _Case(rule, target.plan, runs, how), Scope(rule.where, hardware, whole=rule.gpus == "all")
         verdict = _judge(case, scope)
-        if verdict.value is None and not _fails(case, scope):
-            verdict = next(_transferred(case, scope, machines), verdict)
+        if verdict.value is None:
+            verdict = _transferred(case, scope, machines) or verdict
         says = None
         if rule.says and verdict.value:
             says = rule.says.format(value=verdict.value, inverse=1 / verdict.value, bound=verdict.bound)
-        step = step if verdict.result is Result.UNKNOWN else None
-        rules.append(replace(verdict, step=step, headline=rule.headline, question=rule.question, says=says))
+        open_step = step if verdict.result is Result.UNKNOWN else None
+        rules.append(replace(verdict, step=open_step, headline=rule.headline, question=rule.question, says=says))
     here = {each.name: each for each in crossed if hardware and each.hardware.gpu == hardware.gpu}
     return TargetVerdict(
-        target.verdict_name(hardware.name) if hardware else target.name,
+        f"{target.name}/{hardware.name}" if hardware else target.name,
         target.title,
         worst(rule.result for rule in rules),
         rules,
@@ -189,12 +175,19 @@ def _target(
 
 @dataclass(frozen=True)
 class _Case:
-    """A rule to judge by the runs; `step` would settle it."""
+    """A rule to judge by the runs."""
 
     rule: Rule
     plan: Plan | None
     runs: list[Run]
-    step: Step
+    how: str  # the way to missing evidence, in words
+
+    def unmeasured(self, missing: str, begun: Run | None) -> str:
+        """The reason without a complete run; `begun` is the newest other run with evidence."""
+        if begun is None:
+            return f"not measured: {missing}; {self.how}"
+        ended, points = sum(n for state, n in begun.states.items() if state.ended), sum(begun.states.values())
+        return f"no complete run: {begun} is {begun.state}, {ended} of {points} points ended; {self.how}"
 
     def doubts(self, run: Run, points: Sequence[str], scope: Scope) -> str:
         """Why the evidence is doubtful, in words; evidence for a plan is examined."""
@@ -206,53 +199,36 @@ class _Case:
         found = run.doubts(points, scope.hardware, timed)
         return f"doubtful: {', '.join(found)}: {self.how}" if found else ""
 
-    @property
-    def how(self) -> str:
-        """The way to missing evidence, in words."""
-        if self.step.command:
-            return f"run `{self.step.command}`"
-        return self.rule.measure.text or f"this version lacks {self.rule.measure.lacking}"
 
-    def unmeasured(self, missing: str, begun: Run | None) -> str:
-        """The reason without a complete run; `begun` is the newest other run with evidence."""
-        if begun is None:
-            return f"not measured: {missing}; {self.how}"
-        ended = sum(number for state, number in begun.states.items() if state.ended)
-        return f"no complete run: {begun} is {begun.state}, {ended} of {begun.points} points ended; {self.how}"
-
-
-def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> Iterator[RuleVerdict]:
-    """Verdicts by lesser evidence: of other points on this card, then of another card of its architecture."""
-    rule, hardware = case.rule, own.hardware
-    others = [each for each in machines if rule.transfers and hardware is not None and hardware.akin(each)]
-    cards = [hardware, *(other.model_copy(update={"gpus": hardware.gpus}) for other in others if hardware)]
+def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> RuleVerdict | None:
+    """The verdict by lesser evidence: of other points on this card, then of another card of its architecture."""
+    rule, here = case.rule, own.hardware
+    others = []
+    if rule.transfers and here is not None and None not in (here.gpu, here.architecture):
+        alike = (each for each in machines if each.architecture == here.architecture)
+        others = [each.model_copy(update={"gpus": here.gpus}) for each in alike if each.gpu not in (None, here.gpu)]
     filters = [("", rule.where), *((each.what, each.where) for each in rule.instead)]
-    for card, (what, where) in product(cards, filters):
-        if card is hardware and not what:
-            continue
-        scope = Scope(where, card, own.whole)
-        verdict = _judge(case, scope)
-        if verdict.value is not None:
-            gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not hardware), None)
-            lesser = ", ".join(filter(None, (gpu, what)))
-            yield replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
-        elif card is hardware and _fails(case, scope):
-            return  # what fails on this card is not passed over for what ran on another
-
-
-def _fails(case: _Case, scope: Scope) -> bool:
-    return any(run.failed(scope) for run in preferred(case.runs, scope))
+    for card, (what, where) in product([here, *others], filters):
+        scope = own
+        if card is not here or what:
+            scope = Scope(where, card, own.whole)
+            verdict = _judge(case, scope)
+            if verdict.value is not None:
+                gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not here), None)
+                lesser = ", ".join(filter(None, (gpu, what)))
+                return replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
+        if card is here and any(run.failed(scope) for run in preferred(case.runs, scope)):
+            return None  # what fails on this card is not passed over for what ran on another
+    return None
 
 
 def _judge(case: _Case, scope: Scope) -> RuleVerdict:
-    if isinstance(case.rule, StatesRule):
-        return _judge_states(case, case.rule, scope)
-    return _judge_bounded(case, case.rule, scope)
-
-
-def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
     """Compare the worst candidate of the newest run that has any with the bound; doubtful evidence makes no GO."""
-    comparison, bound = _bound(rule, case.plan)
+    rule = case.rule
+    if isinstance(rule, StatesRule):
+        return _judge_states(case, rule, scope)
+    comparison, bound = rule.bound_for(case.plan)
+    sign = 1 if comparison == "<=" else -1  # the greater a value times this, the worse
     unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
     run, found, failed = _newest(case, rule, scope)
@@ -268,56 +244,56 @@ def _judge_bounded(case: _Case, rule: BoundedRule, scope: Scope) -> RuleVerdict:
         return replace(verdict, reason=f"not comparable: {found.refused}; {run}; {case.how}")
     if found.unit != unit:
         return replace(verdict, reason=f"measured in {found.unit!r}, the bound is in {unit!r}; correct the rule")
-    furthest = (max if comparison == "<=" else min)(found.candidates, key=lambda candidate: candidate.value)
+
+    furthest = max(found.candidates, key=lambda candidate: sign * candidate.value)
     margin = bound - furthest.value if comparison == "<=" else furthest.value - bound
     lacking = [f"{found.lacking}: {case.how}"] if found.lacking else []
     for low, high in (each.interval for each in found.candidates if each.interval and not found.lacking):
         if high > bound if comparison == "<=" else low < bound:
             lacking.append(f"the interval {low:.3f} to {high:.3f} reaches past the bound: measure more lengths")
             break
-    lacking += [case.doubts(run, furthest.points, scope), _passed_over(case, rule, scope, run)]
+    if doubts := case.doubts(run, furthest.points, scope):
+        lacking.append(doubts)
+    # A newer run that measured less does not displace this one, but it is not passed over if it violates the bound.
+    newer = takewhile(lambda each: each.run_id != run.run_id, case.runs)
+    beyond = (
+        f"but the newer {each}, which measured less, has {candidate.what}: {case.how}"
+        for each in newer
+        if each.complete
+        for candidate in find(rule, each, scope).candidates
+        if sign * candidate.value > sign * bound
+    )
+    lacking += islice(beyond, 1)
     if margin < 0 and isinstance(rule, MetricRule) and rule.proof:
         proven = {row["point_id"] for row in run.of(rule.proof, scope)}
         if proven.isdisjoint(furthest.points):
             margin, lacking = None, [f"no {rule.proof} there, so that more was not tried: {case.how}"]
-    lacking = [each for each in lacking if each]
-    result = Result.NO_GO if margin is not None and margin < 0 else Result.UNKNOWN if lacking else Result.GO
-    reason = "; ".join([furthest.what, str(run), *lacking])
-    judged = {"value": furthest.value, "margin": margin, "evidence": furthest.points, "query": furthest.query}
-    return replace(verdict, result=result, reason=reason, **judged)
+    return replace(
+        verdict,
+        result=Result.NO_GO if margin is not None and margin < 0 else Result.UNKNOWN if lacking else Result.GO,
+        reason="; ".join([furthest.what, str(run), *lacking]),
+        value=furthest.value,
+        margin=margin,
+        evidence=furthest.points,
+        query=furthest.query,
+    )
 
 
 def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
     """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
     same series, in a newer run without evidence."""
+    sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
     newer: list[Run] = []
     for run in preferred(case.runs, scope):
         found = find(rule, run, scope)
         if found.candidates or found.refused:
-            failed = ((point, each) for each in newer for point in failures(rule, each, scope))  # read as far as needed
-            return run, found, next((each for each in failed if series_of(each[0]) in run.lengths(scope)), None)
+            for other, side in product((each for each in newer if each.failed(scope)), sides):
+                for point in other.in_scope(scope, side):
+                    if point["state"] in FAILED and series_of(point) in run.lengths(scope):
+                        return run, found, (point, other)
+            return run, found, None
         newer.append(run)
     return None, Found([]), None
-
-
-def _passed_over(case: _Case, rule: BoundedRule, scope: Scope, chosen: Run) -> str:
-    """The newer run that measured less than the chosen and violates the bound, in words; "" if there is none."""
-    comparison, bound = _bound(rule, case.plan)
-    for run in takewhile(lambda run: run.run_id != chosen.run_id, case.runs):
-        for candidate in find(rule, run, scope).candidates if run.complete else ():
-            if candidate.value > bound if comparison == "<=" else candidate.value < bound:
-                return f"but the newer {run}, which measured less, has {candidate.what}: {case.how}"
-    return ""
-
-
-def _bound(rule: BoundedRule, plan: Plan | None) -> tuple[str, float]:
-    if rule.at_most is not None:
-        return "<=", rule.at_most
-    if isinstance(rule.at_least, str):
-        assert plan is not None, "validated with the target"
-        return ">=", plan.needed if rule.at_least == "plan" else float(plan.seq_len or 0)
-    assert rule.at_least is not None, "validated with the rule"
-    return ">=", rule.at_least
 
 
 def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
@@ -327,8 +303,12 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     if run is None:
         begun = next((run for run in case.runs if run.lengths(scope)), None)
         return replace(verdict, reason=case.unmeasured(f"no points ({scope})", begun))
-    points = run.in_scope(scope)
-    bad = [point for point in points if _is_bad(point, rule)]
+    points, bad = run.in_scope(scope), []
+    for point in points:
+        expected = rule.but.get(point["implementation"])
+        named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
+        if point["state"] != expected if expected else named:
+            bad.append(point)
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
@@ -341,36 +321,26 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
         reason += ": " + "; ".join(f"{point['label']} ({point[why]})" for point in bad[:3])
     elif len(ended) < least:
         reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
+    evidence = [point["point_id"] for point in bad or ended]
     doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
     reason += f"; {doubts}" if doubts else ""
     return replace(
         verdict,
-        query=_query(rule, bad or ended),
         result=Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts else Result.GO,
         value=float(len(bad)),
         margin=0.0 - len(bad),
         reason=f"{reason}; {run}",
-        evidence=[point["point_id"] for point in bad or ended],
+        evidence=evidence,
         run_id=run.run_id,
         commit=run.commit,
+        query=_count_of_bad(rule, evidence),
     )
 
 
-def _is_bad(point: Row, rule: StatesRule) -> bool:
-    expected = rule.but.get(point["implementation"])
-    if expected:
-        return point["state"] != expected
-    return point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
-
-
-def _query(rule: StatesRule, points: Sequence[Row]) -> str:
+def _count_of_bad(rule: StatesRule, point_ids: Sequence[str]) -> str:
     """SQL that counts those of the points that are bad."""
-
-    def among(texts: Iterable[str]) -> str:
-        return f"({', '.join(map(quoted, texts))})"
-
-    bad = f"state IN {among(rule.none_of)}"
+    bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
     bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
     for implementation, state in rule.but.items():
         bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {bad} END"
-    return f"SELECT count(*) FROM v_points WHERE point_id IN {among(p['point_id'] for p in points)} AND {bad}"
+    return f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, point_ids))}) AND {bad}"

@@ -251,7 +251,8 @@ def _branches(bench: Bench, of: str) -> Iterable[Table]:
                 cells[title] = UNMEASURED if time is None else f"{readable(time)} ({share})"
             dense, compressed = bench.dense(place), one.milliseconds.get(Branch.COMPRESSED)
             part = None if dense is None or compressed is None else compressed / dense.value
-            rows.append(cells | {"all kernels": readable(one.total), "compressed / dense": _number(part)})
+            whole = readable(sum(one.milliseconds.values()))
+            rows.append(cells | {"all kernels": whole, "compressed / dense": _number(part)})
         unknown = sorted({stage for _, one in series for stage in one.unknown})
         more = f" Stages of unknown names, which count as other: {', '.join(unknown)}." if unknown else ""
         first, name = series[0][0]

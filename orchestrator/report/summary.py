@@ -13,9 +13,9 @@ from jobs.schema.quantities import Role, readable
 from jobs.schema.states import Result
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.decisions import Decision, decisions, query
-from orchestrator.judge.rules import QUESTIONS
+from orchestrator.judge.rules import QUESTIONS, load_gates
 from orchestrator.judge.steps import merged, total
-from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates, save_verdicts
+from orchestrator.judge.verdicts import TargetVerdict, evaluate, save_verdicts
 from orchestrator.report import bench
 from orchestrator.report.series import own_axes
 from orchestrator.report.table import Table
@@ -57,7 +57,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
             blank.append(decision.name)
             continue
         console.print(f"{decision.result}  {decision.name}: {decision.title}", style=_STYLE[decision.result])
-        console.print(f"  {decision.sentence}")
+        console.print(f"  {' '.join(decision.sentences)}")
         print_verdicts(shown, console)
         if any(each not in shown for each in decision.verdicts if each.hardware):
             console.print(f"  what would settle the rest: nsa plan {decision.name}")

@@ -24,8 +24,9 @@ from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_lin
 from jobs.schema.quantities import readable
 from orchestrator.errors import UserError
 from orchestrator.judge.branches import take_overs
-from orchestrator.judge.decisions import decide
-from orchestrator.judge.verdicts import load_gates
+from orchestrator.judge.decisions import decisions
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
@@ -206,7 +207,8 @@ class _Calls:
 
     def decisions(self) -> list[Any]:
         """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""
-        return decide(self._store, load_gates(load_settings().gates), self._run_ids)
+        gates = load_gates(load_settings().gates)
+        return decisions(gates, evaluate(self._store, gates, self._run_ids))
 
     def quantity(self, name: str) -> Any:
         """A quantity that the runs declare: its title, unit and whether more of it is better."""

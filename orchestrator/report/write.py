@@ -19,7 +19,8 @@ from jobs.schema.states import Origin, PointState
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
-from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat
@@ -303,7 +304,8 @@ def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
             }
             for rule in verdict.rules
         ]
-        note = f"{verdict.full_title}. GO needs every rule; a rule without evidence is UNKNOWN."
+        title = verdict.title + (f" (on {verdict.hardware.title})" if verdict.hardware else "")
+        note = f"{title}. GO needs every rule; a rule without evidence is UNKNOWN."
         if len(verdict.commits) > 1:
             note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
         yield Table.of(f"Verdict {verdict.name}: {verdict.result.value}", note, rows)

@@ -10,7 +10,8 @@ import pytest
 from statements import counted
 
 from jobs.schema.states import PointState
-from orchestrator.judge.verdicts import TargetVerdict, evaluate, load_gates
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.store import Store
 from orchestrator.store.records import Record
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from jobs.schema.states import PointState, Result
-from orchestrator.judge.decisions import Decision, decide, decisions
+from orchestrator.judge.decisions import Decision, decisions
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.steps import Step, merged
-from orchestrator.judge.verdicts import judge
+from orchestrator.judge.verdicts import evaluate, judge
 from orchestrator.store import Store
 from orchestrator.store.records import PointRecord, Record, RunRecord
 
@@ -51,9 +51,9 @@ def test_a_fresh_database_names_the_command_for_each_rule():
 def test_steps_are_merged_by_command_with_those_without_one_last():
     decision = fresh()["m7c-125m"]
     assert decision.result is Result.UNKNOWN
-    assert decision.sentence == (
+    assert decision.sentences == [
         "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100, 1× H200 or 2× H200."
-    )
+    ]
     first, *_ = decision.steps
     assert first.command == f"{SCALING}A100"
     assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
@@ -93,7 +93,8 @@ def test_a_run_on_the_card_precedes_published_durations(sqlite_store: Store, swe
         failures = dict.fromkeys(crashed, "killed")
         records = sweep(run_id, laws={"naive": 2.0}, lengths=lengths, gpu="NVIDIA A100-SXM4-80GB", failures=failures)
         sqlite_store.apply_many([records[0].model_copy(update={"name": "scaling-m7c"}), *records[1:]])
-        decision = next(each for each in decide(sqlite_store, load_gates()) if each.name == "m7c-125m")
+        gates = load_gates().only("m7c-125m")
+        (decision,) = decisions(gates, evaluate(sqlite_store, gates))
         return next(step for step in decision.steps if step.command == f"{SCALING}A100")
 
     assert "scaled" in minutes("small", 3).basis  # its few points are another amount of work
@@ -105,7 +106,8 @@ def test_a_run_on_the_card_precedes_published_durations(sqlite_store: Store, swe
 
 def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
     sqlite_store.apply_many(training(sweep(laws={"triton": 1.0}, lengths=(2048,), gpu="NVIDIA H200")))
-    (decision,) = decide(sqlite_store, load_gates().only("m7c-125m"))
+    gates = load_gates().only("m7c-125m")
+    (decision,) = decisions(gates, evaluate(sqlite_store, gates))
     nothing, ours = decision.sentences
     assert nothing == "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100 or 2× H200."
     assert ours.startswith("On 1× H200: not known whether right (open: 11 of 11 rules); not known whether feasible (")
@@ -131,6 +133,7 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
 )
 def test_a_decision_follows_its_hardware(sqlite_store: Store, sweep, laws: dict, result: Result, said: str):
     sqlite_store.apply_many(sweep(laws=laws))
-    (decision,) = decide(sqlite_store, load_gates().only("linear-scaling"))
+    gates = load_gates().only("linear-scaling")
+    (decision,) = decisions(gates, evaluate(sqlite_store, gates))
     assert decision.result is result
-    assert said in decision.sentence
+    assert said in " ".join(decision.sentences)

@@ -13,8 +13,8 @@ from statements import verdicts_of
 
 import orchestrator
 from jobs.schema.states import PointState, Result, RunState
-from orchestrator.judge.rules import DEFAULT_GATES
-from orchestrator.judge.verdicts import GatesError, TargetVerdict, evaluate, load_gates, save_verdicts
+from orchestrator.judge.rules import DEFAULT_GATES, GatesError, load_gates
+from orchestrator.judge.verdicts import TargetVerdict, evaluate, save_verdicts
 from orchestrator.report.summary import print_verdicts
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file

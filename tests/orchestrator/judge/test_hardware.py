@@ -8,7 +8,7 @@ import pytest
 
 from jobs.schema.axes import Axis
 from jobs.schema.states import PointState, Result
-from orchestrator.judge.decisions import decide
+from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
@@ -84,8 +84,9 @@ def test_a_rule_that_transfers_takes_a_card_of_the_same_architecture_and_says_so
     assert alike.reason.startswith(f"transferred from {H200}: ")
     assert found["1x-h200"]["alike"].transferred is None
     assert [found[name]["alike"].result for name in ("1x-a100", "cpu")] == [UNKNOWN, UNKNOWN]
-    (decision,) = decide(sqlite_store, load_gates(path).only("t/1x-h100"))
-    assert decision.sentence == "Not yet: nothing measured on 1x H100."
+    gates = load_gates(path).only("t/1x-h100")
+    (decision,) = decisions(gates, evaluate(sqlite_store, gates))
+    assert decision.sentences == ["Not yet: nothing measured on 1x H100."]
 
 
 def test_nothing_transfers_to_a_card_on_which_it_failed(sqlite_store: Store, sweep, path: Path):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs.schema.states import PointState, Result, RunState
-from orchestrator.judge.verdicts import evaluate, load_gates
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import evaluate
 from orchestrator.store import Store
 from orchestrator.store.records import OutcomeRecord, PointRecord
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from jobs.schema.states import Result
-from orchestrator.judge.verdicts import RuleVerdict, evaluate, load_gates
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import RuleVerdict, evaluate
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord, Record
 
