@@ -7,8 +7,8 @@ as, and keeps a value when the default changes: the filters of the Scaling page 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlencode
 
 import streamlit as st
@@ -16,13 +16,6 @@ import streamlit as st
 from dashboard import parts
 
 ALL, NONE = "all", "none"  # in the address: nothing is chosen although the default is something
-
-
-class Binding(TypedDict):
-    """Arguments that bind a widget to the address."""
-
-    key: str
-    on_change: Callable[[], None]
 
 
 def known_values(name: str, options: Sequence[str], empty: str = "") -> list[str]:
@@ -35,10 +28,9 @@ def known_values(name: str, options: Sequence[str], empty: str = "") -> list[str
     return known
 
 
-def bound(name: str, options: Sequence[str], default: Sequence[str], empty: str = ALL) -> Binding:
-    """Binding of a control with several values, which are those of the address, or the default; this is left out.
-
-    Unknown values are removed from the address, with a word.
+def bound(name: str, options: Sequence[str], default: Sequence[str], empty: str = ALL) -> dict[str, Any]:
+    """Arguments that bind a control with several values to the address; the default is left out of it, and unknown
+    values are removed, with a word.
 
     Args:
         empty: the word in the address for no value, where the default has some.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -37,9 +37,6 @@ CACHE_SECONDS = 2.0
 LIVE_SECONDS = 2.0
 IDLE_SECONDS = 5.0
 DOWNLOAD_BYTES = 1 << 30  # a larger file is not offered: a download passes through this process's memory
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _read = st.cache_data(ttl=CACHE_SECONDS, max_entries=200, show_spinner=False, hash_funcs={Store: id})
 
@@ -121,12 +118,7 @@ def last_change(store: Store) -> pd.Timestamp | None:
 def artifact(path: str, size: int, sha256: str, kept_in: str) -> bytes:
     """The whole content of a point's file, from the artifact store of this dashboard, with size and hash verified.
 
-    Args:
-        path: relative to the store, as the database has it.
-        kept_in: where the run kept it, for the message where it is not there.
-
-    Raises:
-        ArtifactError: a path out of the store, no such file, another content than was kept.
+    `path` is relative to the store; `kept_in` is where the run kept it, for the message. Raises ArtifactError.
     """
     store = ArtifactStore(load_settings().artifact_store_url)
     try:
@@ -158,15 +150,14 @@ def _open(url: str, file: str | None) -> Store:  # `file` is part of the cache's
     return Store.open(url, create=False, readonly=True)
 
 
-def explained(render: Callable[P, R]) -> Callable[P, R | None]:
+def explained(render: Callable[..., None]) -> Callable[..., None]:
     """Wrap a page or a fragment: show user errors as explanations."""
 
     @wraps(render)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+    def guarded(*args: Any, **kwargs: Any) -> None:
         try:
-            return render(*args, **kwargs)
+            render(*args, **kwargs)
         except UserError as err:
             help_pages.explain(err)
-            return None
 
     return guarded

@@ -44,11 +44,8 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
 
 
 def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
-    """Draw a grid of a run's points with their headline quantities. Returns the clicked point's id, or None.
-
-    Args:
-        frame, numbers, quantities: results of `queries.points`, `queries.measurements`, `queries.quantities`.
-    """
+    """Draw a grid of a run's points (`queries.points`) with their headline quantities (`queries.measurements`).
+    Returns the clicked point's id, or None."""
     rows, stored = frame.to_dict("records"), set(numbers["metric"])
     measured = {
         (row["point_id"], row["metric"]): parts.number(row["value"], row["unit"]) for row in numbers.to_dict("records")
@@ -115,17 +112,12 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
 
 def unfinished(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of points without metrics (`queries.states`). Returns the clicked point's id, or None."""
-    rows = frame.to_dict("records")
     cells = [
-        {
-            "State": parts.sign(row["state"], parts.POINT_STATES),
-            "Point": row["label"],
-            "Why": row["reason"] or "–",
-            "Run": row["run_name"],
-        }
-        for row in rows
+        {"State": parts.sign(row["state"], parts.POINT_STATES), "Point": row["label"]}
+        | {"Why": row["reason"] or "–", "Run": row["run_name"]}
+        for row in frame.to_dict("records")
     ]
-    return _clicked(cells, [row["point_id"] for row in rows], {"Why": st.column_config.TextColumn(width="large")}, key)
+    return _clicked(cells, frame["point_id"].to_list(), {"Why": st.column_config.TextColumn(width="large")}, key)
 
 
 def numbers(frame: pd.DataFrame, key: str) -> str | None:
@@ -136,9 +128,15 @@ def numbers(frame: pd.DataFrame, key: str) -> str | None:
     return _clicked(table, frame["point_id"].to_list(), {}, key)
 
 
-def table(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:
+def table(rows: Sequence[Mapping[str, object]]) -> None:
     """Draw a table whose cells are Markdown."""
-    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=not header)
+    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True)
+
+
+def facts(values: Mapping[str, str]) -> None:
+    """Draw names with their values, which are Markdown."""
+    rows = [{"": name, " ": value} for name, value in values.items()]
+    st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=True)
 
 
 def took(run: dict) -> str:

@@ -10,29 +10,33 @@ from orchestrator.judge.rules import GatesError
 from orchestrator.settings import SettingsError, example_spec
 from orchestrator.store import StoreError, StoreUnavailable
 
-START = "nsa up"
-SUBMIT = f"nsa submit {example_spec()}"
-IMPORT = "nsa import --reference"
 UPGRADE = "nsa db upgrade"
 RETRY_SECONDS = 5.0
 
 
 def explain(err: UserError) -> None:
     """Show an error with its fix, in place of the results."""
+    icon, title, text, command = "error", "The database cannot be used", "", "nsa doctor"
     if isinstance(err, SettingsError):
-        _show(":material/tune:", "A setting cannot be used", str(err), ["nsa doctor"])
+        icon, title = "tune", "A setting cannot be used"
     elif isinstance(err, GatesError):
-        _show(":material/rule:", "The go/no-go rules cannot be used", str(err), ["nsa gate"])
+        icon, title, command = "rule", "The go/no-go rules cannot be used", "nsa gate"
     elif isinstance(err, StoreUnavailable):
+        icon, title = "cloud_off", "The database cannot be reached"
         text = "The results are kept, but the database does not answer right now. This page tries again by itself."
-        _show(":material/cloud_off:", "The database cannot be reached", text, ["nsa doctor"], str(err))
     elif isinstance(err, StoreError) and "no such file" in str(err):
         nothing_yet("There is no database yet: the first job makes it.", str(err))
+        return
     elif isinstance(err, StoreError) and UPGRADE in str(err):
+        icon, title, command = "upgrade", "The database needs an upgrade", UPGRADE
         text = "The tables were made by an older version of this project, or not yet."
-        _show(":material/upgrade:", "The database needs an upgrade", text, [UPGRADE], str(err))
-    else:
-        _show(":material/error:", "The database cannot be used", str(err), ["nsa doctor"])
+    with st.container(border=True):
+        st.subheader(f":material/{icon}: {title}")
+        st.markdown(text or parts.plain(str(err)))
+        st.code(command, language="bash")
+        if text:
+            st.caption(parts.plain(str(err)))
+    _try_again()
 
 
 def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = None) -> None:
@@ -40,20 +44,10 @@ def nothing_yet(text: str = "No run has been stored yet.", detail: str | None = 
     with st.container(border=True):
         st.subheader(":material/rocket_launch: No results yet")
         st.markdown(f"{text} Start the services and submit the demo benchmark; it takes a few minutes on a CPU:")
-        st.code(f"{START}\n{SUBMIT}", language="bash")
+        st.code(f"nsa up\nnsa submit {example_spec()}", language="bash")
         st.markdown("Our own runs on GPUs, and the figures that others report, come with the package:")
-        st.code(IMPORT, language="bash")
+        st.code("nsa import --reference", language="bash")
         st.caption("This page fills by itself as points are measured.")
-        if detail:
-            st.caption(parts.plain(detail))
-    _try_again()
-
-
-def _show(icon: str, title: str, text: str, commands: list[str], detail: str | None = None) -> None:
-    with st.container(border=True):
-        st.subheader(f"{icon} {title}")
-        st.markdown(parts.plain(text))
-        st.code("\n".join(commands), language="bash")
         if detail:
             st.caption(parts.plain(detail))
     _try_again()

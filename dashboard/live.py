@@ -26,6 +26,7 @@ _FIRST = (
 )
 _UTILIZATION = ("gpu_utilization", "cpu_utilization")
 _BUSY = 80.0  # percent that a processor should be busy at least
+_TEN_YEARS = 3.2e8  # seconds
 _ESTIMATE = 1.1  # measured memory may be this much of the estimate
 
 
@@ -66,13 +67,13 @@ def remaining(point: Mapping[str, Any]) -> str:
     if not point["running"] or not all(value and not pd.isna(value) for value in told):
         return ""
     done, total, rate = told
-    start, seconds = datetime.now(UTC), max(0.0, total - done) / rate
-    if seconds > timedelta(days=3650).total_seconds():
+    seconds = max(0.0, total - done) / rate
+    if seconds > _TEN_YEARS:
         return ""
-    end = start + timedelta(seconds=seconds)
+    end = parts.moment(datetime.now(UTC) + timedelta(seconds=seconds))
     return (
         f"{parts.plain(point['phase'])}: {done:,.0f} of {total:,.0f} at {parts.number(rate)} a second, "
-        f"about **{parts.duration(start, end)}** left, until {parts.moment(end)}"
+        f"about **{parts.number(seconds, 's')}** left, until {end}"
     )
 
 

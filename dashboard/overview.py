@@ -87,7 +87,9 @@ def _decisions(store: Store) -> None:
         help_pages.explain(err)
         return
     if crossings:
-        _pays(crossings)
+        with st.container(border=True, key="crossovers", gap="xsmall"):
+            st.markdown("### Where NSA begins to pay")
+            grids.table([_pays(each) for each in crossings])
     st.html(_STYLE)
     for each in decisions:
         card(each)
@@ -107,18 +109,20 @@ def _runs_table(store: Store, live: bool) -> None:
 def card(decision: Decision) -> None:
     """Draw the card."""
     # Measured machines, those with evidence of a similar card, then others: a narrow screen shows the first alone.
+    ordered = sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
+    titles = [parts.plain(each.hardware.title if each.hardware else _ANY_MACHINE) for each in ordered]
     machines = {
-        _title(decision, verdict): verdict
-        for verdict in sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
+        title if titles.count(title) == 1 else f"{title} ({parts.plain(verdict.name.rpartition('/')[2])})": verdict
+        for title, verdict in zip(titles, ordered, strict=True)
     }
     with st.container(border=True, key=f"decision-{decision.name}", gap="xsmall"):
         st.markdown(f"### {parts.badge(decision.result, parts.RESULTS)} {parts.plain(decision.title)}")
         st.markdown("  \n".join(map(parts.plain, decision.sentences)))
         if (plan := decision.plan) is not None:
             measured = [
-                f"{parts.number(rule.value, rule.unit)} on {parts.plain(_machine(verdict))} would take "
+                f"{parts.number(rule.value, rule.unit)} on {title} would take "
                 f"{parts.number(plan.hours_at(rule.value), 'h')}"
-                for verdict in machines.values()
+                for title, verdict in machines.items()
                 for rule in verdict.rules
                 if rule.unit == "tok/s" and rule.bound == plan.needed and rule.value and not rule.transferred
             ]
@@ -126,11 +130,12 @@ def card(decision: Decision) -> None:
                 f"**Plan** {plan.steps:,} steps × {plan.tokens_per_step:,} tokens in {plan.hours:g} h "
                 f"need {parts.number(plan.needed, 'tok/s')} · **Measured** {'; '.join(measured) or 'nothing yet'}"
             )
-        if any(verdict.judged for verdict in machines.values()):
-            if not any(verdict.questions for verdict in decision.verdicts):
+        if any(verdict.judged for verdict in ordered):
+            if not any(verdict.questions for verdict in ordered):
                 _rules(decision.name, machines)
             else:
-                _answers(decision.name, machines)
+                with st.container(key=f"answers-{decision.name}"):
+                    grids.table([_answers(title, verdict) for title, verdict in machines.items()])
                 label = "The rules, with their values and evidence"
                 with st.expander(label, icon=":material/rule:", key=f"all-{decision.name}", bind="query-params"):
                     _rules(decision.name, machines)
@@ -139,45 +144,23 @@ def card(decision: Decision) -> None:
             _steps(decision)
 
 
-def _pays(crossings: list[Crossing]) -> None:
-    """Draw where NSA begins to pay: a line a workload and card, with the ratios at the lengths measured."""
-    rows = []
-    for each in crossings:
-        ratios = " · ".join(f"{short(length)}\N{NO-BREAK SPACE}{ratio:.2f}" for length, ratio in each.ratios.items())
-        rows.append(
-            {
-                "Workload": parts.plain(each.title),
-                "Card": parts.plain(each.hardware.title.removeprefix("1× ")),
-                "NSA begins to pay": f"**{parts.plain(each.words)}**",
-                "Time of NSA / fastest dense attention, by S": ratios,
-            }
-        )
-    with st.container(border=True, key="crossovers", gap="xsmall"):
-        st.markdown("### Where NSA begins to pay")
-        grids.table(rows)
+def _pays(crossing: Crossing) -> dict[str, str]:
+    """Where NSA begins to pay on a card, with the ratios at the lengths measured."""
+    ratios = (f"{short(length)}\N{NO-BREAK SPACE}{ratio:.2f}" for length, ratio in crossing.ratios.items())
+    return {
+        "Workload": parts.plain(crossing.title),
+        "Card": parts.plain(crossing.hardware.title.removeprefix("1× ")),
+        "NSA begins to pay": f"**{parts.plain(crossing.words)}**",
+        "Time of NSA / fastest dense attention, by S": " · ".join(ratios),
+    }
 
 
-def _title(decision: Decision, verdict: TargetVerdict) -> str:
-    """The machine's title, told apart from another machine's of the same title."""
-    titles = [_machine(each) for each in decision.verdicts]
-    title = _machine(verdict)
-    return parts.plain(title if titles.count(title) == 1 else f"{title} ({verdict.name.rpartition('/')[2]})")
-
-
-def _machine(verdict: TargetVerdict) -> str:
-    return verdict.hardware.title if verdict.hardware else _ANY_MACHINE
-
-
-def _answers(name: str, machines: dict[str, TargetVerdict]) -> None:
-    """Draw a line a machine: the verdict, the answers to the questions, and what it would take to find out."""
-    rows = []
-    for title, verdict in machines.items():
-        row = {"Machine": title, "Verdict": _sign(verdict.result, str(verdict.result))}
-        row |= {question.capitalize(): _sign(result, str(result)) for question, result in verdict.questions.items()}
-        left = total(merged(rule.step for rule in verdict.rules if rule.step))
-        rows.append(row | {"To find out": left.replace("$", "\\$")})
-    with st.container(key=f"answers-{name}"):
-        grids.table(rows)
+def _answers(title: str, verdict: TargetVerdict) -> dict[str, str]:
+    """The verdict on a machine, the answers to the questions, and what it would take to find out the rest."""
+    row = {"Machine": title, "Verdict": _sign(verdict.result, named=True)}
+    row |= {question.capitalize(): _sign(result, named=True) for question, result in verdict.questions.items()}
+    left = total(merged(rule.step for rule in verdict.rules if rule.step))
+    return row | {"To find out": left.replace("$", "\\$")}
 
 
 def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
@@ -187,7 +170,7 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
         for rule in verdict.rules:
             by_rule.setdefault(rule.rule, {})[title] = rule
     rows = [{"Rule": "**Verdict**", "Bound": ""}]
-    rows[0] |= {title: _sign(verdict.result, str(verdict.result)) for title, verdict in machines.items()}
+    rows[0] |= {title: _sign(verdict.result, named=True) for title, verdict in machines.items()}
     for rule, found in by_rule.items():
         # All bounds where machines differ, so that a line breaks between them only.
         bounds = " or ".join(dict.fromkeys(parts.bound(each) for each in found.values()))
@@ -199,10 +182,9 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     if any(len(found) < len(machines) for found in by_rule.values()):
         legend.append(f"{_NO_RULE} no rule there")
     lines = [" · ".join([*legend, "hover a value for its reason, click for its point"])]
-    for verdict in machines.values():
+    for title, verdict in machines.items():
         if len(verdict.commits) > 1:
-            commits = ", ".join(map(parts.code, verdict.commits))
-            text = f"{parts.plain(_machine(verdict))}: the rules rest on different commits: {commits}"
+            text = f"{title}: the rules rest on different commits: {', '.join(map(parts.code, verdict.commits))}"
             lines.append(f":orange[:material/difference:] {text}")
     with st.container(key=f"rules-{name}", gap="xsmall"):
         grids.table(rows)
@@ -223,9 +205,9 @@ def _cell(rule: RuleVerdict) -> str:
     return parts.point_link(rule.evidence[0], text, hover="; ".join([*hover, rule.reason])) if rule.evidence else text
 
 
-def _sign(result: Result, name: str = "") -> str:
+def _sign(result: Result, *, named: bool = False) -> str:
     look = parts.RESULTS[result]
-    return f":{look.color}[{look.sign} **{name}**]" if name else f":{look.color}[{look.sign}]"
+    return f":{look.color}[{look.sign} **{result}**]" if named else f":{look.color}[{look.sign}]"
 
 
 def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
@@ -254,20 +236,12 @@ def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
 def _steps(decision: Decision) -> None:
     """Draw the commands that would settle the open rules, and what no command settles yet."""
     ready = [step for step in decision.steps if step.command]
-    minutes, costs = [step.minutes for step in ready], [step.cost for step in ready if step.cost is not None]
-    label = f"What would settle the open rules: {parts.count(len(ready), 'command')}"
-    if ready and None not in minutes:
-        label += f", about {parts.number(round(sum(filter(None, minutes))) / 60, 'h')}"
-    if costs:
-        label += f", \\${sum(costs):.2f}"
+    commands, left = parts.count(len(ready), "command"), total(ready).replace("$", "\\$")
+    label = f"What would settle the open rules: {', '.join(filter(None, (commands, left)))}"
     with st.expander(label, icon=":material/checklist:", key=f"next-{decision.name}", bind="query-params"):
         for step in ready:
-            price = "" if step.cost is None else f", \\${step.cost:.2f}"
-            time = "time unknown"
-            if step.minutes is not None:
-                time = f"about {parts.number(max(1, round(step.minutes)) / 60, 'h')}"
-            gpus, settles = parts.count(step.gpus, "GPU") if step.gpus else "CPU", parts.plain(", ".join(step.settles))
-            text = f"**{parts.plain(step.hardware)}** · {gpus}, {time}{price} · settles {settles}"
+            gpus, cost = parts.count(step.gpus, "GPU") if step.gpus else "CPU", total([step]).replace("$", "\\$")
+            text = f"**{parts.plain(step.hardware)}** · {gpus}, {cost} · settles {parts.plain(', '.join(step.settles))}"
             st.markdown(text, help=parts.plain(step.basis) or None)
             st.code(step.command, language="bash", wrap_lines=True)
         if ready:

@@ -90,31 +90,17 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def ago(moment: datetime) -> str:
-    """Time since a moment in the largest unit that fits; from one day on, with the date."""
-    seconds = max(0.0, (datetime.now(UTC) - moment).total_seconds())
-    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
-        if seconds >= length:
-            text = f"{count(int(seconds // length), unit)} ago"
-            return f"{text} ({moment:%Y-%m-%d})" if unit == "day" else text
-    return f"{seconds:.0f} s ago"
-
-
 def moment(at: object) -> str:
     """Time in UTC to the second; a dash if missing."""
     return f"{at:%Y-%m-%d %H:%M:%S} UTC" if isinstance(at, datetime) and not pd.isna(at) else "–"
 
 
-def duration(start: object, end: object) -> str:
-    """Time between two moments (until now if `end` is missing), as 1 h 02 min or 3 min 20 s; a dash without a start."""
+def duration(start: object, end: object = None) -> str:
+    """Time between two moments, until now if `end` is missing; a dash without a start."""
     if not isinstance(start, datetime) or pd.isna(start):
         return "–"
     until = end if isinstance(end, datetime) and not pd.isna(end) else datetime.now(UTC)
-    seconds = max(0.0, (until - start).total_seconds())
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return number(round(max(0.0, (until - start).total_seconds()), 1), "s")
 
 
 def tally(row: Mapping[str, Any]) -> str:
@@ -168,7 +154,7 @@ def doing(point: Mapping[str, Any]) -> str:
     if phase(point):
         text += f" · {plain(phase(point))}"
     if isinstance(point["heartbeat_at"], datetime) and not pd.isna(point["heartbeat_at"]):
-        text += f" · last heard of {ago(point['heartbeat_at'])}"
+        text += f" · last heard of {duration(point['heartbeat_at'])} ago"
     return text
 
 

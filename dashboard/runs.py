@@ -73,7 +73,8 @@ def _list(store: Store, filters: Mapping[str, Any]) -> None:
 def _run_page(store: Store, run_id: str) -> None:
     run = data.run(store, run_id)
     if run is None:
-        _missing("run", run_id)
+        _link("All runs")
+        st.warning(f"There is no run {parts.code(run_id)} in this database.", icon=":material/search_off:")
         return
     _link("All runs")
     st.title(parts.plain(run["name"]))
@@ -84,7 +85,7 @@ def _run_page(store: Store, run_id: str) -> None:
         st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
     provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"], key="tab", bind="query-params")
     with provenance:
-        _facts(_provenance(run))
+        grids.facts(_provenance(run))
     with spec:
         st.json(run["spec"], expanded=2)
     with events:
@@ -119,10 +120,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
             st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
     if points.empty:
-        if live:
-            st.info("No point has been planned yet.", icon=":material/hourglass_empty:")
-        else:
-            st.caption("It ended before its first point.")
+        st.caption("No point has been planned yet." if live else "It ended before its first point.")
         return
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
     chosen = grids.points(
@@ -153,7 +151,8 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
 def _point_page(store: Store, run_id: str, point_id: str) -> None:
     point = data.point(store, point_id)
     if point is None:
-        _missing("point", point_id)
+        _link("All runs")
+        st.warning(f"There is no point {parts.code(point_id)} in this database.", icon=":material/search_off:")
         return
     with st.container(horizontal=True):
         _link("All runs")
@@ -172,7 +171,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
             values = flat(point["environment"]).items()
             texts = {name: json.dumps(v, ensure_ascii=False) if isinstance(v, list) else str(v) for name, v in values}
             empty = ("", "None", "[]", "{}")
-            _facts({parts.plain(name): "–" if v in empty else parts.plain(v) for name, v in texts.items()})
+            grids.facts({parts.plain(name): "–" if v in empty else parts.plain(v) for name, v in texts.items()})
         else:
             st.caption("No environment was noted.")
     with config:
@@ -221,7 +220,7 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
     facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}
-    _facts(facts | {"Ended": parts.moment(point["ended_at"])})
+    grids.facts(facts | {"Ended": parts.moment(point["ended_at"])})
 
 
 def _metric(row: Mapping[Any, Any], quantity: Quantity) -> dict[str, str]:
@@ -238,10 +237,6 @@ def _metric(row: Mapping[Any, Any], quantity: Quantity) -> dict[str, str]:
     return {name: parts.plain(text or "–") for name, text in cells.items()}
 
 
-def _facts(facts: Mapping[str, str]) -> None:
-    grids.table([{"": name, " ": value} for name, value in facts.items()], header=False)
-
-
 def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> None:
     """Draw what happened to a point's files, then the files."""
     events = data.events(store, point["run_id"])
@@ -251,6 +246,7 @@ def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> No
         lines.append(f"{parts.count(more, 'more event')}: see the run's page, Events")
     if lines:
         st.warning("  \n".join(lines), icon=":material/info:")
+
     files = data.artifacts(store, point["point_id"]).to_dict("records")
     if files:
         st.fragment(_file)(files, f"{kept_in(run)} (node {point['node'] or run.get('host') or 'unknown'})")
@@ -279,10 +275,8 @@ def _file(files: list[dict[Any, Any]], where: str) -> None:
 
 
 def _download(row: Mapping[str, Any], where: str) -> None:
-    """Offer the whole file. It is read when the button is clicked, into this process's memory.
-
-    A file known to be missing is not offered: the browser would not show why its download failed.
-    """
+    """Offer the whole file, which is read when the button is clicked; not one that is known to be missing, as the
+    browser would not show why its download failed."""
     if here := data.missing(row["path"]):
         st.caption(f"Not in the artifact store of this dashboard, {parts.code(here)}. Kept in {parts.code(where)}.")
         return
@@ -299,11 +293,6 @@ def _download(row: Mapping[str, Any], where: str) -> None:
         on_click="ignore",
         help=parts.plain(f"kept in {where}"),
     )
-
-
-def _missing(what: str, name: str) -> None:
-    _link("All runs")
-    st.warning(f"There is no {what} {parts.code(name)} in this database.", icon=":material/search_off:")
 
 
 def _link(label: str, icon: str = ":material/arrow_back:", **query: str) -> None:

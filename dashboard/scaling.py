@@ -27,10 +27,9 @@ _UNENDED = ("running", "pending", "cancelled")
 _ENOUGH = 5  # lengths of one series that make a sweep worth opening with
 CHART_HEIGHT = 380  # pixels
 GROWTH = (
-    "The exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths, up to the longest, on "
-    "which the law holds (one on which it is exact comes first). Paler points are outside of it. Where overhead + "
-    "linear + quadratic describes the values better than any power, there is no exponent, and the growth is given as "
-    "these parts' shares. A local exponent is the slope between neighbouring lengths."
+    "The exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths on which it holds; "
+    "paler points are outside. Where overhead + linear + quadratic describes the values better than any power, the "
+    "growth is given as these parts' shares. A local exponent is the slope between neighbouring lengths."
 )
 _WAITING = (PointState.PENDING, PointState.RUNNING)
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
@@ -49,15 +48,11 @@ class Choice(NamedTuple):
 
     def select(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Selected rows of a frame of points, metrics or fits."""
-        frame = _with_shapes(frame)
+        frame = frame.assign(shape=[series.shape(row) for row in frame.to_dict("records")])
         for column, wanted in self.filters.items():
             if wanted and column in frame:
                 frame = frame.loc[frame[column].map(series.text).isin(wanted)]
         return frame
-
-
-def _with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.assign(shape=[series.shape(row) for row in frame.to_dict("records")])
 
 
 def choose(store: Store, runs: pd.DataFrame) -> Choice:
@@ -68,7 +63,8 @@ def choose(store: Store, runs: pd.DataFrame) -> Choice:
     }
     binding = bound("run", list(names), _usual_runs(store, runs), empty=NONE)
     run_ids = st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **binding)
-    planned = _with_shapes(data.states(store, run_ids=run_ids))  # filters also offer points that have not ended
+    every = Choice(tuple(run_ids), {}, BESIDE)
+    planned = every.select(data.states(store, run_ids=run_ids))  # filters also offer points that have not ended
     own = sorted(data.own_axes(store, run_ids).items())
     labels = {"pass": "Pass", "workload": "Workload", "device": "Device", "shape": "Shape"}
     labels |= {column: label for column, label in own if column in planned} | {"implementation": "Implementation"}
@@ -99,20 +95,16 @@ def _usual_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     kinds. Without a complete run over three lengths: the newest with results, else the newest.
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    # A run is complete if it is done, or was and some of its points are measured again.
-    complete = [
-        run
-        for run in ours
-        if run["ok"] >= MIN_LENGTHS
-        and (run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in _UNENDED)))
-    ][:_RECENT]
-    lengths = data.lengths(store, [run["run_id"] for run in complete])
-    most = max(lengths.values(), default=0)
-    sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= min(_ENOUGH, most) and most >= MIN_LENGTHS]
+    complete = []  # done, or resumed after that, so that some points are measured again
+    for run in ours:
+        done = run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in _UNENDED))
+        complete += [run] if done and run["ok"] >= MIN_LENGTHS else []
+    lengths = data.lengths(store, [run["run_id"] for run in complete[:_RECENT]])
+    least = max(MIN_LENGTHS, min(_ENOUGH, max(lengths.values(), default=0)))
+    sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= least]
     sweeps.sort(key=lambda run: run["kind"] != "scaling")
     chosen = [run["run_id"] for run in (sweeps or [run for run in ours if run["ok"]] or ours)[:1]]
-    reported = runs.loc[runs["origin"] == Origin.REPORTED, "run_id"].tolist()
-    fits = data.fits(store, reported)
+    fits = data.fits(store, runs.loc[runs["origin"] == Origin.REPORTED, "run_id"].tolist())
     curve = fits.loc[(fits["workload"] == "model") & fits["metric"].isin(MEMORY), "run_id"]
     return chosen + sorted(set(curve))
 
@@ -175,8 +167,9 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
     if rows.empty:
         text = "No finished point fits this choice yet."
         if PointState.OK in set(choice.select(states)["state"]):
-            text = "The finished points of this choice have no numbers against a sequence length; "
-            text += "their runs' pages have all."
+            text = (
+                "The finished points of this choice have no numbers against a sequence length; see their runs' pages."
+            )
         st.info(text, icon=":material/filter_alt_off:")
     else:
         quantities = data.quantities(store, choice.run_ids)
@@ -192,23 +185,23 @@ def _results(store: Store, choice: Choice, states: pd.DataFrame) -> None:
     if not unfinished.empty:  # in a chart they would look like measurements
         st.header("Points without a number")
         st.caption("Click a row to open the point.")
-        _open_point(grids.unfinished(unfinished, key="unfinished"))
+        if (point := grids.unfinished(unfinished, key="unfinished")) is not None:
+            leave("runs", run=point.rpartition("/")[0], point=point)
     if not rows.empty:
         with st.expander(f"The {len(rows)} numbers behind the charts", icon=":material/table:"):
             text = "Click a row to open the point. The file has all rows of the chosen runs, whatever the filters."
             st.caption(text)
             grids.rows_button(lambda: data.csv(store, list(choice.run_ids)), "scaling")
-            _open_point(grids.numbers(rows, key="numbers"))
+            if (point := grids.numbers(rows, key="numbers")) is not None:
+                leave("runs", run=point.rpartition("/")[0], point=point)
 
 
-Panel = tuple[str, Quantity, pd.DataFrame]  # title, quantity and rows of a chart
-
-
-def _panels(rows: pd.DataFrame, layout: str, quantities: Quantities) -> list[Panel]:
-    """Charts, one per quantity: memory and time first, ours before reported ones, or both in the same chart."""
+def _panels(rows: pd.DataFrame, layout: str, quantities: Quantities) -> list[tuple[str, Quantity, pd.DataFrame]]:
+    """Title, quantity and rows of each chart, one per quantity: memory and time first, ours before reported ones, or
+    both in the same chart."""
     drawn = [quantity.name for quantity in quantities if quantity.plot in AGAINST_LENGTH]
     memory = [name for name in MEMORY if name in drawn]
-    panels: list[Panel] = []
+    panels = []
     for origin in [None] if layout == TOGETHER else [Origin.MEASURED, Origin.REPORTED]:
         own = rows if origin is None else rows.loc[rows["origin"] == origin]
         for names in (memory, *([name] for name in drawn if name not in MEMORY)):
@@ -220,30 +213,26 @@ def _panels(rows: pd.DataFrame, layout: str, quantities: Quantities) -> list[Pan
     return panels
 
 
-def _draw(panels: Sequence[Panel], fits: pd.DataFrame) -> None:
+def _draw(panels: Sequence[tuple[str, Quantity, pd.DataFrame]], fits: pd.DataFrame) -> None:
     """Draw charts, two beside each other."""
     for first in range(0, len(panels), 2):
         pair = panels[first : first + 2]
-        for column, panel in zip(st.columns(min(2, len(panels)), gap="medium"), pair, strict=False):
+        for column, (title, quantity, rows) in zip(st.columns(min(2, len(panels)), gap="medium"), pair, strict=False):
             with column:
-                _panel(*panel, fits)
-
-
-def _panel(title: str, quantity: Quantity, rows: pd.DataFrame, fits: pd.DataFrame) -> None:
-    st.subheader(parts.plain(title))
-    shown = drawable(rows, quantity)
-    if shown.empty:
-        st.caption("A logarithmic axis can show none of the values, such as zero.")
-        return
-    common = []  # properties of the chart's points: run, workload, pass, dtype, hardware
-    for name in ("run_name", "workload", "pass", "dtype", "gpu"):
-        found = sorted({value for value in shown[name] if isinstance(value, str)})
-        common += [", ".join(found)] if 0 < len(found) <= 3 else []
-    on_cpu = set(shown["device"]) == {"cpu"}
-    st.caption(parts.plain(" · ".join([*common, "CPU"] if on_cpu else common)))
-    chart, legend = scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
-    st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
-    show_legend(legend)
+                st.subheader(parts.plain(title))
+                shown = drawable(rows, quantity)
+                if shown.empty:
+                    st.caption("A logarithmic axis can show none of the values, such as zero.")
+                    continue
+                common = []  # properties of the chart's points: run, workload, pass, dtype, hardware
+                for name in ("run_name", "workload", "pass", "dtype", "gpu"):
+                    found = sorted({value for value in shown[name] if isinstance(value, str)})
+                    common += [", ".join(found)] if 0 < len(found) <= 3 else []
+                common += ["CPU"] if set(shown["device"]) == {"cpu"} else []
+                st.caption(parts.plain(" · ".join(common)))
+                chart, legend = scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
+                st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
+                show_legend(legend)
 
 
 def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
@@ -303,11 +292,6 @@ def _branches(shares: Sequence[BranchShares]) -> None:
             show_legend(legend)
         right.subheader(parts.plain(title))
         right.markdown(parts.plain(one.sentence))
-
-
-def _open_point(point_id: str | None) -> None:
-    if point_id is not None:
-        leave("runs", run=point_id.rpartition("/")[0], point=point_id)
 
 
 if __name__ == "__main__":

@@ -276,10 +276,12 @@ class Target(Strict):
     plan: Plan | None = None
     crossovers: tuple[str, ...] = Field((), description="the first that has evidence is named in sentences")
     hardware: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = Field(min_length=1)
+    rules: tuple[Rule, ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not self.rules:
+            raise ValueError("rules: is empty; without a rule nothing would be decided")
         if double := _double(rule.rule for rule in self.rules):
             raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
         if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
@@ -324,7 +326,7 @@ class Gates(Strict):
 
     hardware: tuple[Hardware, ...] = ()
     crossovers: tuple[Crossover, ...] = ()
-    targets: tuple[Target, ...] = Field(min_length=1)
+    targets: tuple[Target, ...]
 
     @model_validator(mode="before")
     @classmethod
@@ -339,6 +341,8 @@ class Gates(Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not self.targets:
+            raise ValueError("targets: is empty; add one")
         if double := _double(target.name for target in self.targets):
             raise ValueError(f"targets: {double!r} comes twice; give each target its own name")
         if double := _double(each.name for each in self.hardware):

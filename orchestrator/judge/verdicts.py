@@ -58,11 +58,7 @@ class RuleVerdict:
     @property
     def limit(self) -> str:
         """The bound in words: "<= 1.15"."""
-        return "" if self.bound is None else f"{self.comparison} {self.told(self.bound)}"
-
-    def told(self, value: float) -> str:
-        """A value of the rule with its unit, as it is read."""
-        return readable(value, self.unit)
+        return "" if self.bound is None else f"{self.comparison} {readable(self.bound, self.unit)}"
 
 
 @dataclass(frozen=True)

@@ -142,5 +142,6 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
         for rule in target.rules:
             judged = ""
             if rule.value is not None and rule.margin is not None:
-                judged = f"{rule.told(rule.value)} (bound {rule.limit}, margin {rule.told(rule.margin)}): "
+                value, margin = readable(rule.value, rule.unit), readable(rule.margin, rule.unit)
+                judged = f"{value} (bound {rule.limit}, margin {margin}): "
             console.print(f"  {rule.result:<7} {rule.rule}: {judged}{rule.reason}")

@@ -297,9 +297,9 @@ def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
             {
                 "rule": rule.rule,
                 "result": rule.result.value,
-                "value": "" if rule.value is None else rule.told(rule.value),
+                "value": "" if rule.value is None else readable(rule.value, rule.unit),
                 "bound": rule.limit,
-                "margin": "" if rule.margin is None else "+" * (rule.margin >= 0) + rule.told(rule.margin),
+                "margin": "" if rule.margin is None else "+" * (rule.margin >= 0) + readable(rule.margin, rule.unit),
                 "reason": rule.reason,
             }
             for rule in verdict.rules

@@ -100,14 +100,10 @@ def test_a_value_leads_to_its_point_and_tells_its_reason():
 
 def test_steps_are_commands_to_copy():
     app = draw(MIXED)
-    assert (
-        app.expander[0]
-        .label.replace("\N{NO-BREAK SPACE}", " ")
-        .startswith("What would settle the open rules: 1 command, about 1 h 15 min")
-    )
+    assert app.expander[0].label == "What would settle the open rules: 1 command, 75 min, 1.2 GPU-h"
     assert [block.value for block in app.code] == ["nsa submit train.yaml"]
     text = said(app)
-    assert "1 GPU, about 1 h 15 min · settles throughput, peak-memory" in text
+    assert "1 GPU, 75 min, 1.2 GPU-h · settles throughput, peak-memory" in text
     assert "utilisation on 2× H200: training on several GPUs (`ranks`)" in text
 
 

@@ -49,7 +49,7 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     training(database, piece("loss", "nat/byte", [4.0, 3.0]), piece("cpu_utilization", "%", [91.0, 90.0]))
     app = show("runs", run=RUN, point=POINT)
     said = text(app)
-    assert "train: 300 of 900 at 2 a second, about **5 min 00 s** left" in said
+    assert "train: 300 of 900 at 2 a second, about **5 min** left" in said
     assert "Series" in said
     assert "CPU utilisation: 90 %" in said
     assert ": 3 nat/byte" in said

@@ -110,7 +110,7 @@ def test_the_sentence_tells_the_headline_figures(sqlite_store: Store, sweep):
     (decision,) = decisions(gates, evaluate(sqlite_store, gates))
     nothing, ours = decision.sentences
     assert nothing == "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100 or 2× H200."
-    assert ours.startswith("On 1× H200: not known whether right (open: 11 of 11 rules); not known whether feasible (")
+    assert ours.startswith("On 1× H200: not known whether right (open: 12 of 12 rules); not known whether feasible (")
     assert "512,000 tok/s of 2,370 needed; not known whether worth it at S=2,048" in ours
     assert ours.endswith("; the plan takes 0.11 GPU-hours, $0.42.")
 

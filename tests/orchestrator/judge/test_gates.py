@@ -212,27 +212,23 @@ def test_a_failure_without_a_known_gpu_counts_for_its_runs_gpu(sqlite_store: Sto
     assert evaluate(sqlite_store, gates)[0].result is NO_GO
 
 
-@pytest.mark.parametrize(
-    ("where", "count"),
-    [
+def test_filters_choose_the_points(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep(gpu="NVIDIA H200"))
+    chosen = [
         ({}, 8),
         ({"implementation": "naive"}, 4),
         ({"implementation": ["naive", "dense"]}, 4),
         ({"seq_len": 512}, 2),
         ({"seq_len": [512, 1024]}, 4),
-        ({"seq_len": {"at_least": 2048}}, 4),
         ({"seq_len": {"at_least": 600, "at_most": 2048}}, 4),
         ({"pass": "forward"}, 0),
         ({"gpu": "*H200*"}, 8),
         ({"gpu": "*A100*"}, 0),
         ({"job": "scaling", "query_heads": 12, "dtype": "float*"}, 8),
         ({"layers": 5}, 0),
-    ],
-)
-def test_filters_choose_the_points(sqlite_store: Store, sweep, tmp_path: Path, where: dict, count: int):
-    sqlite_store.apply_many(sweep(gpu="NVIDIA H200"))
-    gates = gates_of(tmp_path, {"kind": "states", "where": where})
-    assert len(evaluate(sqlite_store, gates)[0].rules[0].evidence) == count
+    ]
+    gates = gates_of(tmp_path, *({"kind": "states", "where": where} for where, _ in chosen))
+    assert [len(rule.evidence) for rule in evaluate(sqlite_store, gates)[0].rules] == [count for _, count in chosen]
 
 
 def test_metrics_take_the_worst_and_refuse_other_units(sqlite_store: Store, sweep, tmp_path: Path):
@@ -281,6 +277,7 @@ RULE = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1}
         ({**RULE, "at_most": float("nan")}, {}, "targets.t.rules.r0.at_most: nan"),
         ({**RULE, "at_most": True}, {}, "targets.t.rules.r0.at_most: True"),
         ({"kind": "states", "where": {"axes": {"chunks": {}}}}, {}, "is empty"),
+        ({"kind": "states", "where": {"axes": {"chunks": {"at_least": 5, "at_most": 1}}}}, {}, "is below at_least = 5"),
         ({"kind": "states", "where": {"axes": {"chunks": []}}}, {}, "axes"),
         ({"kind": "states", "where": {"axes": {"chunks": True}}}, {}, "axes"),
         ({"kind": "states", "where": {"axes": {"seq_len": 512}}}, {}, "is an axis of all kinds"),
@@ -298,11 +295,6 @@ def test_bad_rules_are_one_line(tmp_path: Path, rule: dict, target: dict, messag
     assert "\n" not in str(caught.value)
 
 
-def test_a_range_that_holds_nothing_is_refused(tmp_path: Path):
-    with pytest.raises(GatesError, match="at_most: 1: is below at_least = 5; exchange them"):
-        gates_of(tmp_path, {"kind": "states", "where": {"axes": {"chunks": {"at_least": 5, "at_most": 1}}}})
-
-
 def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text, path = DEFAULT_GATES.read_text(), tmp_path / "gates.yaml"
     path.write_text(text)
@@ -315,19 +307,6 @@ def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypa
     path.unlink()
     with pytest.raises(GatesError, match="cannot be read"):
         load_gates()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "cannot be read"), ("a: [", "is not YAML"), ("- 1", "holds no mapping"), ("{}", "targets: missing")],
-)
-def test_bad_files_are_one_line(tmp_path: Path, content: str | None, message: str):
-    path = tmp_path / "g.yaml"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(GatesError, match=message) as caught:
-        load_gates(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_target_is_named():
