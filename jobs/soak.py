@@ -73,8 +73,9 @@ class Spec(train.TrainingSpec):
     )
 
     @model_validator(mode="after")
-    def _check_pieces(self) -> Self:
-        """Refuse pieces that are longer than the whole, and a limit that comes before the alert."""
+    def _check_times(self) -> Self:
+        """Refuse pieces longer than the whole, a limit before the alert, and a deadline within the soak; without one
+        give the point time for all of it."""
         if self.piece_minutes > self.minutes:
             raise ValueError(
                 f"piece_minutes: {self.piece_minutes:g}: is more than the {self.minutes:g} minutes; use fewer"
@@ -83,11 +84,6 @@ class Spec(train.TrainingSpec):
             raise ValueError(
                 f"alert_gb: {self.alert_gb:g}: is above limit_gb {self.limit_gb:g}, which ends the point; exchange them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_deadline(self) -> Self:
-        """Give a point time for the whole soak, and refuse a deadline within it."""
         least = 60 * self.minutes
         if "point_s" not in self.deadlines.model_fields_set:
             point_s = min(_LONGEST_S, max(self.deadlines.point_s, 2 * least + _START_S))
@@ -100,19 +96,15 @@ class Spec(train.TrainingSpec):
         return self
 
     def case_fields(self) -> Mapping[str, Any]:
-        """As TrainingSpec."""
         return {"soak": SoakPlan(self.minutes, self.piece_minutes, self.alert_gb, self.limit_gb)}
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """As TrainingSpec, with the time."""
-        return [
-            replace(
-                point,
-                label=f"{point.label} {self.minutes:g} min",
-                axes=replace(point.axes, more={**point.axes.more, "minutes": int(self.minutes)}),
-            )
-            for point in super().points(machine)
-        ]
+        points = []
+        for point in super().points(machine):
+            axes = replace(point.axes, more={**point.axes.more, "minutes": int(self.minutes)})
+            points.append(replace(point, label=f"{point.label} {self.minutes:g} min", axes=axes))
+        return points
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

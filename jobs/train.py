@@ -71,44 +71,33 @@ class TrainingSpec(JobSpec):
         """Refuse what cannot be done, and settings that would change nothing."""
         check_warm_up(self.optimizer, self.steps)
         _, accumulation = divided(self.batch, self.ranks, self.micro_batch)
-        mistakes = [
-            (
-                self.checkpoints is None and self.restarts,
+        several = {"parallel": "ddp", "gradient_compression": None, "bucket_mb": None}
+        idle = [name for name, usual in several.items() if self.ranks == 1 and getattr(self, name) != usual]
+        no_graphs = {  # PyTorch captures none, or a replay would overwrite gradients
+            "only compiled passes are captured; set compile, or leave it out": not self.compile,
+            "a CPU has none; use device: cuda, or leave it out": self.device != "cuda",
+            "FSDP2 gathers weights in other places in each step; use parallel: ddp": self.parallel == "fsdp",
+            f"a step's {accumulation} passes would overwrite each other's gradients; use micro_batch "
+            f"{self.batch // self.ranks}, or leave it out": accumulation > 1,
+        }
+        if self.restarts and self.checkpoints is None:
+            raise ValueError(
                 f"restarts: {self.restarts}: there is no checkpoint to restart from; add 'checkpoints: {{every: N}}', "
-                "or leave restarts out",
-            ),
-            *(
-                (
-                    self.ranks == 1 and getattr(self, name) != usual,
-                    f"{name}: {getattr(self, name)!r}: has no effect on one rank; leave it out, or set ranks to 2 or "
-                    "more",
-                )
-                for name, usual in (("parallel", "ddp"), ("gradient_compression", None), ("bucket_mb", None))
-            ),
-            (
-                self.bucket_mb is not None and self.parallel != "ddp",
-                f"bucket_mb: {self.bucket_mb or 0:g}: {self.parallel} has no buckets; leave it out, or use "
-                "parallel: ddp",
-            ),
-            (
-                self.gradient_compression is not None and self.parallel == "replicate",
+                "or leave restarts out"
+            )
+        if idle:
+            value = f"{idle[0]}: {getattr(self, idle[0])!r}"
+            raise ValueError(f"{value}: has no effect on one rank; leave it out, or set ranks to 2 or more")
+        if self.bucket_mb is not None and self.parallel != "ddp":
+            fix = "leave it out, or use parallel: ddp"
+            raise ValueError(f"bucket_mb: {self.bucket_mb:g}: {self.parallel} has no buckets; {fix}")
+        if self.gradient_compression is not None and self.parallel == "replicate":
+            raise ValueError(
                 f"gradient_compression: {self.gradient_compression}: replicate averages gradients as they are; leave "
-                "it out, or use parallel: ddp",
-            ),
-        ]
-        no_graphs = [  # PyTorch captures none, or a replay would overwrite gradients
-            (not self.compile, "only compiled passes are captured; set compile, or leave it out"),
-            (self.device != "cuda", "a CPU has none; use device: cuda, or leave it out"),
-            (self.parallel == "fsdp", "FSDP2 gathers weights in other places in each step; use parallel: ddp"),
-            (
-                accumulation > 1,
-                f"a step's {accumulation} passes would overwrite each other's gradients; use micro_batch "
-                f"{self.batch // self.ranks}, or leave it out",
-            ),
-        ]
-        mistakes += [(self.cuda_graphs and wrong, f"cuda_graphs: true: {why}") for wrong, why in no_graphs]
-        if text := next((text for wrong, text in mistakes if wrong), None):
-            raise ValueError(text)
+                "it out, or use parallel: ddp"
+            )
+        if self.cuda_graphs and any(no_graphs.values()):
+            raise ValueError(f"cuda_graphs: true: {next(why for why, wrong in no_graphs.items() if wrong)}")
         names = [self.backend if attention == "nsa" else attention for attention in self.attention]
         refuse_idle(self, self.nsa, names, self.precision)
         return self
@@ -163,22 +152,15 @@ class TrainingSpec(JobSpec):
             backend=backend if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
+        fields = ("seq_len", "batch", "steps", "compile", "cuda_graphs", "optimizer", "data", "plan", "checkpoints")
         case = Case(
             implementation="dense" if attention == "dense" else backend,
-            seq_len=self.seq_len,
-            batch=self.batch,
             dtype=self.precision,
-            **case_fields(self, machine, self.ranks),
             model=model,
-            steps=self.steps,
-            compile=self.compile,
-            cuda_graphs=self.cuda_graphs,
-            optimizer=self.optimizer,
             layout=Layout(micro_batch, self.ranks, accumulation, *exchange),
-            data=self.data,
-            plan=self.plan,
-            checkpoints=self.checkpoints,
             restarts=self.restarts,
+            **{name: getattr(self, name) for name in fields},
+            **case_fields(self, machine, self.ranks),
             **self.case_fields(),
         )
         needed = case.estimate()

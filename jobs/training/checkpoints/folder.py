@@ -131,25 +131,18 @@ class CheckpointFolder:
         """Manifests of the complete checkpoints, newest first."""
         return [manifest for manifest in self.manifests().values() if manifest is not None]
 
-    def note_start(self, key: str) -> None:
-        """Note that ranks are started, as a file: a start that was killed before it could save anything counts, too."""
+    def mark(self, name: str) -> str:
+        """Path of a new small file whose name begins so."""
+        path = f"{self._root}/{name}-{uuid.uuid4().hex}"
         with self._reading():
-            self._fs.makedirs(f"{self._root}/starts", exist_ok=True)
-            self._fs.pipe_file(f"{self._root}/starts/{key}-{uuid.uuid4().hex}", b"started")
+            self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            self._fs.pipe_file(path, b"mark")
+        return path
 
     def starts(self, key: str) -> int:
-        """Number of starts noted under a key."""
+        """Number of starts of ranks noted under a key: of those that were killed before they could save, too."""
         with self._reading():
             return len(self._fs.glob(f"{self._root}/starts/{key}-*"))
-
-    def write_mark(self) -> str | None:
-        """Path of a new file in the folder; None if it cannot be written."""
-        mark = f"{self._root}/.reach-{uuid.uuid4().hex}"
-        with contextlib.suppress(Exception):
-            self._fs.makedirs(self._root, exist_ok=True)
-            self._fs.pipe_file(mark, b"reach")
-            return mark
-        return None
 
     def sees(self, mark: str) -> bool:
         """Whether a file that another host wrote is here, or comes within seconds."""

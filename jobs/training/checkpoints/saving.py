@@ -81,8 +81,13 @@ def check_reach(folder: CheckpointFolder, exchange: Exchange) -> None:
     if exchange.ranks == 1:
         return
     own = socket.gethostname()
-    # Without a mark the store cannot be written, which each checkpoint will report.
-    mark, first = exchange.from_first(lambda: (folder.write_mark(), own))
+
+    def leave_mark() -> tuple[str | None, str]:
+        with contextlib.suppress(CheckpointError):
+            return folder.mark(".reach"), own
+        return None, own  # the store cannot be written, which each checkpoint will report
+
+    mark, first = exchange.from_first(leave_mark)
     blind = exchange.gathered(None if mark is None or folder.sees(mark) else own)
     if exchange.rank == 0 and mark is not None:
         with contextlib.suppress(Exception):
