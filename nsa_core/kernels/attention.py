@@ -1,4 +1,4 @@
-"""The door to the stages, called by operators.py alone: the gated sum of any branches, its gradients, and the choice.
+"""The door to the stages, called by operators.py and warm.py: the gated sum of any branches, and its gradients.
 
 Takes contiguous tensors and a call; gives plain tensors, `forward` also those that `backward` needs. The shapes of all
 results follow from shapes alone. Knows neither autograd nor torch.compile (operators.py), and holds no kernel.
@@ -14,15 +14,14 @@ from torch import Tensor
 from . import compress, merge, scores
 from .call import Call, Part
 from .merge import Rows, Slots
-from .runtime.tiles import ceil_div, larger
-from .selected.inverse import Inverse, invert, item_entries, most_items, slot_rows
+from .selected.inverse import Inverse, inverse_sizes, invert, unwritten
 from .selected.kernels import backward_chunk, forward_chunk, is_for_hopper
 from .shared.packed_slots import WORDS
 from .span.backward_kv import backward_kv, compressed_kv
 from .span.backward_q import backward_q
-from .span.forward import attend_spans, log_sum_exp
+from .span.forward import attend_spans
 
-__all__ = ["backward", "forward", "kept", "select"]
+__all__ = ["backward", "forward", "kept"]
 
 
 def forward(
@@ -44,18 +43,20 @@ def forward(
     skip = call.causal_rows(q.shape[1])
     if not call.chooses(q.shape[1]):
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, q.shape[1], 0, q.shape[0] * q.shape[1]))
-        return out, [*made, *outputs, *lses, *_no_index(q, parts, call)] if call.keeps else []
+        return out, [*made, *outputs, *lses, *unwritten(q, parts, call)] if call.keeps else []
     if blocks is None:
         cmp = call.branches.index("cmp")
         blocks = scores.select(q, parts[cmp].k, lses[cmp], call, skip)
     if skip and not call.packed:
         merge.gated_sum(outputs, gates, out, Rows(q.shape[2], 0, skip, 0, q.shape[0] * skip))
     way = call.branches.index("slc")
-    index = _invert(q, parts[way], blocks, call)
+    index = invert(q, parts[way], blocks, call)
     for chunk, slots in enumerate(_slots(q, parts[way], index, call)):
         forward_chunk(q, parts[way], slots, index, chunk, call)
-        merge.gated_sum_with_slots(outputs, way, lses[way], gates, out, slots, call)
-    return out, [*made, *outputs, *lses, *index.tensors()] if call.keeps else []
+        merge.gated_sum(outputs, gates, out, slots.rows, slots, way, lses[way], call)
+    if not call.keeps:
+        return out, []
+    return out, [*made, *outputs, *lses, index.entries, index.bounds, index.pieces, index.items]
 
 
 def backward(
@@ -78,7 +79,7 @@ def backward(
         of_part = stats[way:] if call.shared and part.branch == "slc" else stats[way]
         if part.branch != "slc" or not call.chooses(q.shape[1]):
             return backward_kv(q, do, part, of_part, call, wide) if call.of_keys else (dq, dq)
-        index = Inverse(*kept[2 * ways :], *_sizes(q, part, call))
+        index = Inverse(*kept[2 * ways :], *inverse_sizes(q, part, call))
         totals = _selected_backward(q, do, part, of_part, index, dq, call)
         return (totals[0].to(wide), totals[1].to(wide)) if totals else (dq, dq)
 
@@ -89,7 +90,7 @@ def backward(
     if call.compresses:
         totals = gradients(1)
         compressed = compressed_kv(q, do, parts[0], stats[0], call)
-        return dq, dgates, list(compress.gather(totals, compressed, call, q.dtype))
+        return dq, dgates, list(compress.backward(compressed, flat[0].shape[1], q.dtype, call, totals))
     return dq, dgates, [x for way in range(call.pairs) for x in gradients(way)]
 
 
@@ -101,40 +102,7 @@ def kept(call: Call, q: Tensor, flat: Sequence[Tensor]) -> list[Tensor]:
     parts = call.parts([*made, *flat])
     outputs = [q.new_empty(*q.shape[:3], part.v.shape[-1]) for part in parts]
     lses = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in parts]
-    return [*made, *outputs, *lses, *_no_index(q, parts, call)]
-
-
-def _no_index(q: Tensor, parts: Sequence[Part], call: Call) -> list[Tensor]:
-    """Unwritten tensors of an inverse index; without elements where no row chooses, so that there are as many."""
-    if not call.may_choose:
-        return []
-    part = parts[call.branches.index("slc")]
-    rows, keys, blocks, cap = _sizes(q, part, call)
-    free, groups, length = call.config.free_blocks, q.shape[0] * part.k.shape[2], q.shape[1] - call.skipped(q.shape[1])
-    chunks = ceil_div(groups * length, larger(rows, 1))
-    limit = most_items(rows, length, groups, blocks, free, cap)
-    shapes = (groups * length * free,), (chunks * keys + 1,), (chunks, keys + 1), (chunks, limit)
-    return [q.new_empty(shape, dtype=torch.int32) for shape in shapes]
-
-
-def select(q: Tensor, k_cmp: Tensor, call: Call) -> Tensor:
-    """Selected blocks, int32 [B,S,HKV,slc_count], for q [B,S,HQ,D] and compressed keys k_cmp [B,N,HKV,D]."""
-    return scores.select(q, k_cmp, log_sum_exp(q, k_cmp, call), call)
-
-
-def _invert(q: Tensor, part: Part, blocks: Tensor, call: Call) -> Inverse:
-    rows, _, of_sequence, cap = _sizes(q, part, call)
-    return invert(blocks, call, of_sequence, rows, cap)
-
-
-def _sizes(q: Tensor, part: Part, call: Call) -> tuple[int, int, int, int]:
-    """Rows, keys, blocks and cap of the inverse index, as in `Inverse`."""
-    batch, tokens, kv_heads, dim = part.k.shape
-    free = call.config.free_blocks
-    choosing = batch * kv_heads * (q.shape[1] - call.skipped(q.shape[1]))
-    chunks = ceil_div(choosing, slot_rows(q, kv_heads, max(dim, part.v.shape[-1]), free))
-    rows, of_sequence = ceil_div(choosing, larger(chunks, 1)), call.block_count(tokens)
-    return rows, batch * kv_heads * of_sequence + call.packed, of_sequence, item_entries(q, kv_heads, free, rows)
+    return [*made, *outputs, *lses, *unwritten(q, parts, call)]
 
 
 def _slots(q: Tensor, part: Part, index: Inverse, call: Call, *do: Tensor) -> Iterator[Slots]:

@@ -43,8 +43,8 @@ class Call:
 
     config: NSAConfig
     branches: tuple[Branch, ...]
-    offset: int
-    scale: float
+    offset: int = 0
+    scale: float = 1.0
     shared: bool = False
     compresses: bool = False
     keeps: bool = True
@@ -66,37 +66,23 @@ class Call:
         """Number of leading rows that have no slots; of packed sequences, all rows have."""
         return 0 if self.packed else self.causal_rows(rows)
 
-    def block_count(self, tokens: int) -> int:
-        """Selection blocks of a sequence of `tokens` tokens, or of all packed ones, as in ranges.sequence_of."""
-        if self.packed:
-            return self.tiles(tokens, self.config.slc_block, 1)
-        return self.config.slc_blocks(tokens)
-
     @property
     def packed(self) -> bool:
         return self.cu is not None
 
     def tiles(self, total: int, size: int, more: int) -> int:
         """Tiles of `size` tokens of packed sequences of `total` tokens, as in ranges.sequence_of."""
-        return total // size + more * self.sequences
-
-    @property
-    def sequences(self) -> int:
-        return 0 if self.cu is None else self.cu.shape[0] - 1
+        assert self.cu is not None
+        return total // size + more * (self.cu.shape[0] - 1)
 
     def bounds(self, absent: Tensor) -> dict[str, Any]:
         """Kernel arguments: the bounds of packed sequences, or a placeholder."""
-        return dict(CU=absent if self.cu is None else self.cu, sequences=self.sequences)
+        return dict(CU=absent, sequences=0) if self.cu is None else dict(CU=self.cu, sequences=self.cu.shape[0] - 1)
 
     def chooses(self, rows: int) -> bool:
         """Whether any of `rows` rows of q has blocks to choose by score."""
         rows = min(rows, self.longest) if self.packed else rows
-        return self.may_choose and self.causal_rows(rows) < rows
-
-    @property
-    def may_choose(self) -> bool:
-        """Whether rows of long sequences have blocks to choose by score."""
-        return "slc" in self.branches and self.config.free_blocks > 0
+        return "slc" in self.branches and self.config.free_blocks > 0 and self.causal_rows(rows) < rows
 
     def parts(self, flat: Sequence[Tensor]) -> list[Part]:
         """Keys and values of each branch.

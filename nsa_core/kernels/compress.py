@@ -18,7 +18,6 @@ from .runtime.launch import launch
 from .runtime.tiles import Tile, ceil_div, padded, power_of_two
 from .shared.ranges import compressed_tokens, sequence_of
 
-_TILE = Tile(warps=4)
 _ROWS = 4  # compressed tokens a program: few, so that short sequences fill the device
 
 
@@ -107,9 +106,8 @@ def forward(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """
     k_cmp, v_cmp = compressed_like(k, v, call)
     tokens = k_cmp.shape[1]
-    pointers = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp}
-    arguments = pointers | {"T": k.shape[1], "N": tokens}
-    _run(_mean, "compress", arguments, {"ROWS": _ROWS}, k, v, ceil_div(tokens, _ROWS), call)
+    arguments = {"K": k, "V": v, "KC": k_cmp, "VC": v_cmp, "T": k.shape[1], "N": tokens}
+    _launch(_mean, "compress", arguments, {"ROWS": _ROWS}, k, v, ceil_div(tokens, _ROWS), call)
     return k_cmp, v_cmp
 
 
@@ -120,40 +118,28 @@ def compressed_like(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return k_cmp, v_cmp
 
 
-def backward(dk_cmp: Tensor, dv_cmp: Tensor, length: int, call: Call) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values [B,length,..] from those of the compressed ones [B,N,..], contiguous."""
-    dk, dv = (x.new_empty(len(x), length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
-    pointers = {"DKC": dk_cmp, "DVC": dv_cmp, "DKO": dk_cmp, "DVO": dv_cmp, "DK": dk, "DVALUE": dv}
-    numbers = {"T": length, "N": dk_cmp.shape[1], "chunks": 1}
-    _run_spread(pointers | numbers, False, dk, dv, call)
-    return dk, dv
-
-
-def gather(
-    others: tuple[Tensor, Tensor], compressed: tuple[Tensor, Tensor], call: Call, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV] from all branches, in `dtype`.
+def backward(
+    compressed: tuple[Tensor, Tensor], length: int, dtype: torch.dtype, call: Call,
+    others: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of keys [B,length,HKV,D] and values [B,length,HKV,DV], in `dtype`.
 
     Args:
-        others: gradients from the other branches, of the same shapes.
         compressed: gradients of the compressed keys and values in parts to be summed, [chunks,B,N,HKV,D] and
-            [chunks,B,N,HKV,DV].
+            [chunks,B,N,HKV,DV], contiguous.
+        others: gradients from other branches that have the same keys and values, to be added.
     """
-    dk, dv = (torch.empty_like(x, dtype=dtype) for x in others)
-    pointers = {"DKC": compressed[0], "DVC": compressed[1], "DKO": others[0], "DVO": others[1], "DK": dk, "DVALUE": dv}
-    numbers = {"T": dk.shape[1], "N": compressed[0].shape[2], "chunks": len(compressed[0])}
-    _run_spread(pointers | numbers, True, dk, dv, call)
+    dk, dv = (x.new_empty(x.shape[1], length, *x.shape[3:], dtype=dtype) for x in compressed)
+    more, stride = others or tuple(compressed), call.config.cmp_stride
+    pointers = {"DKC": compressed[0], "DVC": compressed[1], "DKO": more[0], "DVO": more[1], "DK": dk, "DVALUE": dv}
+    arguments = pointers | {"T": length, "N": compressed[0].shape[2], "chunks": len(compressed[0])}
+    constants = {"ROWS": power_of_two(stride), "OTHERS": others is not None, "UNROLL": 4}
+    strides = call.tiles(length, stride, 1) if call.packed else ceil_div(length, stride)
+    _launch(_spread, "compress_backward", arguments, constants, dk, dv, strides, call)
     return dk, dv
 
 
-def _run_spread(arguments: dict[str, Tensor | int], others: bool, dk: Tensor, dv: Tensor, call: Call) -> None:
-    stride = call.config.cmp_stride
-    strides = call.tiles(dk.shape[1], stride, 1) if call.packed else ceil_div(dk.shape[1], stride)
-    constants = {"ROWS": power_of_two(stride), "OTHERS": others, "UNROLL": 4}
-    _run(_spread, "compress_backward", arguments, constants, dk, dv, strides, call)
-
-
-def _run(
+def _launch(
     kernel: object, stage: str, arguments: dict[str, Tensor | int], constants: dict[str, int], k: Tensor, v: Tensor,
     programs: int, call: Call,
 ) -> None:  # fmt: skip
@@ -163,4 +149,4 @@ def _run(
     grid = programs, ceil_div(max(width, value_width), columns), k.shape[0]
     sizes = {"D": width, "DV": value_width, "DP": columns, "BLOCK": call.config.cmp_block}
     sizes |= {"STRIDE": call.config.cmp_stride, "VARLEN": call.packed}
-    launch(kernel, grid, arguments | call.bounds(k), sizes | constants, _TILE, stage=stage)
+    launch(kernel, grid, arguments | call.bounds(k), sizes | constants, Tile(warps=4), stage=stage)

@@ -237,65 +237,52 @@ class Slots:
     lse: Tensor
     rows: Rows
 
-    @property
-    def packed(self) -> bool:
-        return self.exponents is not None
 
-    @property
-    def pointers(self) -> dict[str, Tensor]:
-        """Kernel arguments by name. Unpacked slots have no exponents; any pointer will do."""
-        return dict(PARTS=self.parts, EXPONENTS=self.parts if self.exponents is None else self.exponents)
-
-    @property
-    def free(self) -> int:
-        return self.parts.shape[1]
-
-    @property
-    def group(self) -> int:
-        return self.parts.shape[2]
-
-
-def gated_sum(outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows) -> None:
-    """Write the sum of one to three outputs, each times its column of gates, to `out`.
+def gated_sum(
+    outputs: Sequence[Tensor], gates: Tensor, out: Tensor, rows: Rows, slots: Slots | None = None, way: int = -1,
+    lse: Tensor | None = None, call: Call | None = None,
+) -> None:  # fmt: skip
+    """Write the sum of one to three outputs, each times its column of gates, to the `rows` of `out`.
 
     Args:
         outputs: [B,S,HQ,DV] of each way; or, of three ways, the gated sum of the first and third in `out`'s dtype, then
             the second. The bits are the same.
         gates, out: [B,S,HQ,ways] and [B,S,HQ,DV].
+        slots: of these rows, first merged into the output of column `way`, whose base-2 log-sum-exp is `lse`, float32
+            [B,S,HQ]. If the call keeps results for a backward, merged output and lse are written back.
     """
-    pointers = _ways(outputs) | dict.fromkeys(("LSE", "PARTS", "EXPONENTS", "LPARTS", "CU", "GATES"), gates)
-    pointers |= dict(OUT=out, sequences=0)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=-1, FREE=0, PACKED=False)
-    constants |= dict(KEEPS=False, CAUSAL=0, VARLEN=False)
-    _launch_rows(_merge, "merge", out, rows, pointers, constants, _tile(out))
-
-
-def gated_sum_with_slots(
-    outputs: Sequence[Tensor], way: int, lse: Tensor, gates: Tensor, out: Tensor, slots: Slots, call: Call
-) -> None:
-    """Write the gated sum for rows that have slots, which are first merged into one way's output.
-
-    Args:
-        way, lse: the column of that way, and its base-2 log-sum-exp, float32 [B,S,HQ].
-        call: if it keeps results for a backward, the way's merged output and lse are written back.
-    """
-    pointers = _ways(outputs) | dict(LSE=lse, LPARTS=slots.lse, GATES=gates, OUT=out)
-    constants = _width(out, "DV") | _counted(outputs, gates) | dict(SLC=way, KEEPS=call.keeps)
-    _launch_slots(_merge, "merge", out, slots, pointers, constants, call)
-
-
-def _ways(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(("O1", "O2", "O3"), _three(outputs), strict=True))
-
-
-def _counted(outputs: Sequence[Tensor], gates: Tensor) -> dict[str, int]:
-    ways = gates.shape[-1]
-    return dict(WAYS=ways, SUMMED=len(outputs) < ways)
+    ways, keeps = gates.shape[-1], call is not None and call.keeps
+    tensors = _numbered("O", outputs) | dict(GATES=gates, OUT=out)
+    tensors |= dict(LSE=gates if lse is None else lse, LPARTS=gates if slots is None else slots.lse)
+    constants = dict(WAYS=ways, SUMMED=len(outputs) < ways, SLC=way, KEEPS=keeps)
+    _launch_rows(_merge, "merge", out, "DV", rows, slots, tensors, constants, call)
 
 
 def sum_dq(slots: Slots, dq: Tensor, call: Call) -> None:
     """Add the slots to dq [B,S,HQ,D] in place."""
-    _launch_slots(_sum_dq, "merge_backward", dq, slots, dict(DQ=dq), _width(dq, "D"), call)
+    _launch_rows(_sum_dq, "merge_backward", dq, "D", slots.rows, slots, dict(DQ=dq), {}, call)
+
+
+def _launch_rows(
+    kernel: object, stage: str, x: Tensor, dim: str, rows: Rows, slots: Slots | None, tensors: dict[str, Tensor],
+    constants: dict[str, int], call: Call | None,
+) -> None:  # fmt: skip
+    """Launch over `rows` of x [B,S,HQ,D], whose slots are given if they have some; `dim` is the kernel's name of D."""
+    numbers = dict(total=rows.count * rows.heads, first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
+    sizes = {dim: x.shape[-1], f"{dim}P": padded(x.shape[-1])} | dict(HQ=x.shape[2], G=rows.heads)
+    if slots is None or call is None:
+        tile = Tile(max(4, 2048 // padded(x.shape[-1])), warps=4)
+        tensors = tensors | dict(PARTS=x, EXPONENTS=x, CU=x, sequences=0)  # placeholders
+        sizes |= dict(FREE=0, PACKED=False, CAUSAL=0, VARLEN=False)
+    else:
+        packed = slots.exponents is not None
+        tile = Tile(max(4, 1024 // padded(x.shape[-1])), warps=2 if packed else 4)
+        tensors = tensors | dict(PARTS=slots.parts, EXPONENTS=slots.exponents if packed else slots.parts)
+        tensors |= call.bounds(x)
+        sizes |= dict(FREE=slots.parts.shape[1], PACKED=packed, VARLEN=call.packed)
+        sizes |= dict(CAUSAL=call.config.slc_count * call.config.slc_block)
+    grid, constants = (ceil_div(numbers["total"], tile.rows),), constants | sizes | dict(M=tile.rows)
+    launch(kernel, grid, tensors | numbers, constants, tile, stage=stage)
 
 
 def prepare(
@@ -316,55 +303,16 @@ def prepare(
         The gradient of gates [B,S,HQ,ways], and (lse - log2 g, do · o) of each branch, then of the last two as one if
         they are shared: float32 [ways or ways + 1,B,S,HQ,2].
     """
-    ways = len(outputs)
-    dgates = torch.empty_like(gates)
+    ways, total, dim = len(outputs), gates[..., 0].numel(), do.shape[-1]
+    dgates, tile = torch.empty_like(gates), Tile(max(4, 2048 // padded(dim)), warps=4)
     stats = torch.empty(ways + shared, *do.shape[:3], 2, dtype=torch.float32, device=do.device)
-    pointers = _ways(outputs)
-    pointers |= dict(zip(("LSE1", "LSE2", "LSE3"), _three(lses), strict=True))
-    pointers |= dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
-    constants = _width(do, "DV") | dict(WAYS=ways, SHARED=shared)
-    _launch_pairs(_prepare, "gates_backward", gates[..., 0].numel(), pointers, {}, constants, _tile(do))
+    tensors = _numbered("O", outputs) | _numbered("LSE", lses) | dict(GATES=gates, DO=do, DGATES=dgates, STATS=stats)
+    constants = dict(DV=dim, DVP=padded(dim), WAYS=ways, SHARED=shared, M=tile.rows)
+    arguments, grid = tensors | dict(total=total), (ceil_div(total, tile.rows),)
+    launch(_prepare, grid, arguments, constants, tile, stage="gates_backward")
     return dgates, stats
 
 
-def _launch_slots(
-    kernel: object, stage: str, x: Tensor, slots: Slots, pointers: dict[str, Tensor], constants: dict[str, int],
-    call: Call,
-) -> None:  # fmt: skip
-    """Launch over the rows of x [B,S,HQ,D] that have these slots."""
-    constants = constants | dict(FREE=slots.free, PACKED=slots.packed, VARLEN=call.packed)
-    constants |= dict(CAUSAL=call.config.slc_count * call.config.slc_block)
-    tile = _tile(x, 1024, warps=2 if slots.packed else 4)
-    _launch_rows(kernel, stage, x, slots.rows, slots.pointers | call.bounds(x) | pointers, constants, tile)
-
-
-def _launch_rows(
-    kernel: object, stage: str, x: Tensor, rows: Rows, pointers: dict[str, Tensor], constants: dict[str, int],
-    tile: Tile,
-) -> None:  # fmt: skip
-    """Launch over `rows` of x [B,S,HQ,D]."""
-    numbers = dict(first=rows.first, length=rows.length, S=x.shape[1], begin=rows.begin)
-    heads = dict(HQ=x.shape[2], G=rows.heads)
-    _launch_pairs(kernel, stage, rows.count * rows.heads, pointers, numbers, constants | heads, tile)
-
-
-def _launch_pairs(
-    kernel: object, stage: str, total: int, pointers: dict[str, Tensor], numbers: dict[str, int],
-    constants: dict[str, int], tile: Tile,
-) -> None:  # fmt: skip
-    """Launch over `total` (row, head) pairs."""
-    grid = (ceil_div(total, tile.rows),)
-    launch(kernel, grid, pointers | numbers | dict(total=total), constants | dict(M=tile.rows), tile, stage=stage)
-
-
-def _tile(x: Tensor, numbers: int = 2048, warps: int = 4) -> Tile:
-    """Tile of rows of x [..,D] that hold about `numbers` numbers, at least four."""
-    return Tile(max(4, numbers // padded(x.shape[-1])), warps=warps)
-
-
-def _width(x: Tensor, dim: str) -> dict[str, int]:
-    return {dim: x.shape[-1], f"{dim}P": padded(x.shape[-1])}
-
-
-def _three(xs: Sequence[Tensor]) -> list[Tensor]:
-    return [*xs, *xs[:1] * (3 - len(xs))]
+def _numbered(name: str, xs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Kernel arguments: three tensors by name and number, the first in the place of those that are missing."""
+    return {f"{name}{i + 1}": xs[i] if i < len(xs) else xs[0] for i in range(3)}

@@ -22,11 +22,12 @@ from .._gradients import undifferentiable
 from .._inputs import positive
 from ..config import NSAConfig, Slots
 from ..routes import Branch
-from . import attention
+from . import attention, scores
 from . import compress as compression
 from .call import Call
 from .runtime import replay
 from .runtime.custom_op import operator
+from .span.forward import log_sum_exp
 from .warm import compile_layout
 
 __all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
@@ -56,8 +57,10 @@ def attend(
     call = replace(call, scale=scale, shared=shared, keeps=keeps, of_q=q.requires_grad, of_keys=of_keys, cu=None)
     pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
-    if _is_traced(q):
-        return _attend_operator(q, gates, blocks, cu, flat, *_written(call))[0]
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        flags = call.shared, call.compresses, call.keeps, call.of_q, call.of_keys
+        given = ",".join(call.branches), _sizes(call.config), call.config.slots, call.offset, scale, *flags
+        return _attend_operator(q, gates, blocks, cu, flat, *given, call.longest)[0]
     return cast(Tensor, _Attend.apply(call, blocks, cu, q, gates, *flat))
 
 
@@ -68,7 +71,7 @@ def compress(k: Tensor, v: Tensor, config: NSAConfig, cu: Tensor | None = None) 
         cu: bounds of packed sequences, whose compressed tokens are where `Call` has them.
     """
     k, v = k.contiguous(), v.contiguous()
-    if _is_traced(k):
+    if torch.compiler.is_compiling() or isinstance(k, FakeTensor):
         return _compress_operator(k, v, cu, _sizes(config))
     return cast(tuple[Tensor, Tensor], _Compress.apply(k, v, cu, config))
 
@@ -95,10 +98,6 @@ def _shares(pairs: Sequence[tuple[Tensor, Tensor]], call: Call) -> bool:
         return False
     (k_slc, v_slc), (k_win, v_win) = pairs[-2:]
     return k_slc is k_win and v_slc is v_win
-
-
-def _is_traced(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
 def _sizes(config: NSAConfig) -> list[int]:
@@ -149,13 +148,14 @@ def _needed(call: Call, grads: Sequence[Tensor]) -> list[Tensor | None]:
 class _Compress(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cu: Tensor | None, config: NSAConfig) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.length = _compression(config, cu), k.shape[1]
+        ctx.call, ctx.length = Call(config, ("cmp",), cu=cu), k.shape[1]
         return compression.forward(k, v, ctx.call)
 
     @staticmethod
     @undifferentiable
     def backward(ctx: Any, dk_cmp: Tensor, dv_cmp: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return *compression.backward(dk_cmp.contiguous(), dv_cmp.contiguous(), ctx.length, ctx.call), None, None
+        compressed = dk_cmp.contiguous()[None], dv_cmp.contiguous()[None]
+        return *compression.backward(compressed, ctx.length, dk_cmp.dtype, ctx.call), None, None
 
 
 def _attend_fake(
@@ -171,17 +171,6 @@ def _attend_backward_fake(
     call = _call(*written)
     dq = torch.empty_like(q) if call.of_q else q.new_empty(0)
     return [dq, torch.empty_like(gates), *(torch.empty_like(x) if call.of_keys else x.new_empty(0) for x in flat)]
-
-
-def _compress_fake(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    return compression.compressed_like(k, v, _compression(NSAConfig(*map(int, sizes)), cu))
-
-
-def _compress_backward_fake(
-    dk_cmp: Tensor, dv_cmp: Tensor, cu: Tensor | None, length: int, sizes: list[int]
-) -> tuple[Tensor, Tensor]:
-    dk, dv = (x.new_empty(x.shape[0], length, *x.shape[2:]) for x in (dk_cmp, dv_cmp))
-    return dk, dv
 
 
 def _select_fake(
@@ -213,44 +202,31 @@ def _attend_backward_operator(
     return replay.run(_backward, call, (do, cu, q, gates, *flat, *saved))
 
 
-@operator("compress", _compress_fake)
+@operator("compress")
 def _compress_operator(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    return compression.forward(k, v, _compression(NSAConfig(*map(int, sizes)), cu))
+    return compression.forward(k, v, Call(NSAConfig(*map(int, sizes)), ("cmp",), cu=cu))
 
 
-@operator("compress_backward", _compress_backward_fake)
+@operator("compress_backward")
 def _compress_backward_operator(
     dk_cmp: Tensor, dv_cmp: Tensor, cu: Tensor | None, length: int, sizes: list[int]
 ) -> tuple[Tensor, Tensor]:
-    return compression.backward(dk_cmp, dv_cmp, length, _compression(NSAConfig(*map(int, sizes)), cu))
+    call = Call(NSAConfig(*map(int, sizes)), ("cmp",), cu=cu)
+    return compression.backward((dk_cmp[None], dv_cmp[None]), length, dk_cmp.dtype, call)
 
 
 @operator("select", _select_fake)
 def _select_operator(
     q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int
 ) -> Tensor:
-    return attention.select(
-        q, k_cmp, Call(NSAConfig(*map(int, sizes)), ("cmp",), offset, scale, longest=longest, cu=cu)
-    )
-
-
-def _compression(config: NSAConfig, cu: Tensor | None) -> Call:
-    return Call(config, ("cmp",), 0, 1.0, cu=cu)
-
-
-def _written(call: Call) -> tuple[str, list[int], str, int, float, bool, bool, bool, bool, bool, int]:
-    """The call as plain values, which an operator's schema can carry."""
-    branches, sizes = ",".join(call.branches), _sizes(call.config)
-    flags = call.shared, call.compresses, call.keeps, call.of_q, call.of_keys
-    return branches, sizes, call.config.slots, call.offset, call.scale, *flags, call.longest
+    call = Call(NSAConfig(*map(int, sizes)), ("cmp",), offset, scale, longest=longest, cu=cu)
+    return scores.select(q, k_cmp, log_sum_exp(q, k_cmp, call), call)
 
 
 def _call(branches: str, sizes: list[int], slots: str, *rest: Any) -> Call:
-    names, config = (
-        cast(tuple[Branch, ...], tuple(branches.split(","))),
-        NSAConfig(*map(int, sizes), slots=cast(Slots, slots)),
-    )
-    return Call(config, names, *rest)
+    """The call that `attend` has written as plain values, which an operator's schema can carry."""
+    config = NSAConfig(*map(int, sizes), slots=cast(Slots, slots))
+    return Call(config, cast(tuple[Branch, ...], tuple(branches.split(","))), *rest)
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -184,52 +184,37 @@ def select(q: Tensor, k_cmp: Tensor, lse: Tensor, call: Call, skip: int = 0) -> 
         q: [B,S,HQ,D]. k_cmp: [B,N,HKV,D].
         lse: log-sum-exp of the compressed branch, float32 [B,S,HQ], base 2, from span.forward.
     """
-    (batch, rows, _, _), kv_heads, config, offset = q.shape, k_cmp.shape[2], call.config, call.offset
-    blocks = config.slc_blocks(call.longest or offset + rows)
-    chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
-    # Packed sequences count chunks in tiles, some of which are empty.
-    tile = _importance_tile(q).rows if call.packed else 1
-    begin, end = (0, call.tiles(rows, tile, 1)) if call.packed else (skip, rows)
-    of_row = batch * kv_heads * 16 * ceil_div(blocks, 16)
-    step = max(1, min(end - begin, _BUFFER // (4 * of_row * tile)))
-    buffer = torch.empty(of_row * step * tile, dtype=torch.float32, device=q.device)
-    for first in range(begin, end, step):
-        part = min(step, end - first)
-        seen = blocks if call.packed else config.slc_blocks(offset + first + part)
-        _score_chunk(q, k_cmp, lse, buffer, call, first, part * tile, seen, skip)
-        _choose_chunk(buffer, chosen, call, first, part * tile, seen, skip, tile)
-    return chosen
+    (batch, rows, heads, dim), kv_heads, config, offset = q.shape, k_cmp.shape[2], call.config, call.offset
+    most, count, tile = config.slc_blocks(call.longest or offset + rows), config.slc_count, _importance_tile(q)
+    chosen = torch.empty(batch, rows, kv_heads, count, dtype=torch.int32, device=q.device)
+    # Packed sequences count chunks in tiles of `unit` rows, some of which are empty.
+    unit = tile.rows if call.packed else 1
+    begin, end = (0, call.tiles(rows, unit, 1)) if call.packed else (skip, rows)
+    of_row = batch * kv_heads * 16 * ceil_div(most, 16)
+    step = max(1, min(end - begin, _BUFFER // (4 * of_row * unit)))
+    buffer = torch.empty(of_row * step * unit, dtype=torch.float32, device=q.device)
 
-
-def _score_chunk(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, scores: Tensor, call: Call, first: int, rows: int, blocks: int, skip: int
-) -> None:
-    tile, dim, config = _importance_tile(q), q.shape[-1], call.config
-    pointers = dict(Q=q, K=k_cmp, LSE=lse, SCORES=scores)
-    numbers = dict(S=q.shape[1], N=k_cmp.shape[1], offset=call.offset, first=first, rows=rows, blocks=blocks)
-    numbers |= dict(sixteens=ceil_div(blocks, 16), skip=skip)
     taps = power_of_two(config.slc_block // config.cmp_stride)
     columns = max(2, tile.keys // taps)
-    heads = dict(HQ=q.shape[2], HKV=k_cmp.shape[2], D=dim, DP=padded(dim), M=tile.rows, BN=columns, TAPS=taps)
-    sizes = dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride, SLC_BLOCK=config.slc_block)
     own_columns = columns - (config.cmp_block > config.cmp_stride)
-    grid = (ceil_div(rows, tile.rows), ceil_div(blocks, own_columns), q.shape[0] * k_cmp.shape[2])
-    arguments = pointers | call.bounds(q) | numbers | dict(scale2=call.scale * LOG2_E)
-    launch(_importance, grid, arguments, heads | sizes | dict(VARLEN=call.packed), tile, stage="scores")
-
-
-def _choose_chunk(
-    scores: Tensor, chosen: Tensor, call: Call, first: int, rows: int, blocks: int, skip: int, tile: int
-) -> None:
-    (batch, length, kv_heads, count), config = chosen.shape, call.config
-    pointers = dict(SCORES=scores, CHOSEN=chosen)
-    numbers = dict(S=length, offset=call.offset, first=first, rows=rows, sixteens=ceil_div(blocks, 16), skip=skip)
-    sizes = dict(HKV=kv_heads, COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
-    most = config.slc_blocks(call.longest or call.offset + length)  # few classes of lengths, each compiled once
-    runs = dict(RUN=4 if most <= 128 else 8, MANY=most > _SCAN.value)
-    constants = sizes | runs | dict(SLC_BLOCK=config.slc_block, ROWS=4, M=tile, VARLEN=call.packed)
-    grid = ceil_div(rows, 4), batch * kv_heads
-    launch(_choose, grid, pointers | call.bounds(scores) | numbers, constants, Tile(warps=1), stage="topk")
+    common = dict(HKV=kv_heads, SLC_BLOCK=config.slc_block, VARLEN=call.packed)
+    sizes = dict(HQ=heads, D=dim, DP=padded(dim), M=tile.rows, BN=columns, TAPS=taps)
+    sizes |= common | dict(CMP_BLOCK=config.cmp_block, STRIDE=config.cmp_stride)
+    choice = common | dict(COUNT=count, COUNT_P=padded(count), INIT=config.init_blocks, LOCAL=config.local_blocks)
+    choice |= dict(RUN=4 if most <= 128 else 8, MANY=most > _SCAN.value)  # few classes of lengths, each compiled once
+    choice |= dict(ROWS=4, M=unit)
+    for first in range(begin, end, step):
+        part = min(step, end - first)
+        blocks = most if call.packed else config.slc_blocks(offset + first + part)
+        numbers = dict(S=rows, offset=offset, first=first, rows=part * unit, sixteens=ceil_div(blocks, 16), skip=skip)
+        grid = ceil_div(part * unit, tile.rows), ceil_div(blocks, own_columns), batch * kv_heads
+        tensors = dict(Q=q, K=k_cmp, LSE=lse, SCORES=buffer)
+        arguments = tensors | call.bounds(q) | numbers
+        arguments |= dict(N=k_cmp.shape[1], blocks=blocks, scale2=call.scale * LOG2_E)
+        launch(_importance, grid, arguments, sizes, tile, stage="scores")
+        grid, arguments = (ceil_div(part * unit, 4), batch * kv_heads), dict(SCORES=buffer, CHOSEN=chosen)
+        launch(_choose, grid, arguments | call.bounds(buffer) | numbers, choice, Tile(warps=1), stage="topk")
+    return chosen
 
 
 def _importance_tile(q: Tensor) -> Tile:

@@ -36,34 +36,30 @@ def _compile_layout(
     call: Call, packed: bool, widths: tuple[torch.Size, ...], dtype: torch.dtype, gate_dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    with assume(capability(device)), record() as seen, torch.no_grad():
+    """Make the launches for each of the lengths on tensors without memory, and compile them."""
+    with assume(capability(device)), record() as seen, torch.no_grad(), torch.device("meta"):
         for tokens in _LENGTHS:
-            _trace(call, packed, widths, dtype, gate_dtype, tokens)
+            if packed:
+                call = replace(call, longest=tokens, cu=torch.empty(17, dtype=torch.int32))
+            compressed = tokens // call.config.cmp_stride if packed else call.config.cmp_tokens(tokens)
+            q, gates = (
+                torch.empty(1, tokens, *widths[0], dtype=dtype),
+                torch.empty(1, tokens, *widths[1], dtype=gate_dtype),
+            )
+            given_compressed = 2 * (call.branches[0] == "cmp" and not call.compresses)  # keys and values of cmp
+            flat = [
+                torch.empty(1, compressed if i < given_compressed else tokens, *width, dtype=dtype)
+                for i, width in enumerate(widths[2:])
+            ]
+            blocks = None
+            if "slc" in call.branches and "cmp" not in call.branches:
+                blocks = torch.empty(1, tokens, flat[0].shape[2], call.config.slc_count, dtype=torch.int32)
+            out, saved = attention.forward(call, blocks, q, gates, flat)
+            if call.keeps:
+                attention.backward(call, q, gates, flat, saved, torch.empty_like(out))
     distinct: dict[str, Launch] = {}
     for one in seen:
         types = [x.dtype if isinstance(x, Tensor) else type(x) for x in one.arguments.values()]
         distinct[str((one.kernel.__name__, one.constants, one.tile, types))] = one
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(compile_only, device=device), distinct.values()))
-
-
-def _trace(
-    call: Call, packed: bool, widths: tuple[torch.Size, ...], dtype: torch.dtype, gate_dtype: torch.dtype, tokens: int
-) -> None:
-    """Make the launches of a forward and, if the call keeps what it needs, a backward, on tensors without memory."""
-    if packed:
-        call = replace(call, longest=tokens, cu=torch.empty(17, dtype=torch.int32, device="meta"))
-    compressed = tokens // call.config.cmp_stride if packed else call.config.cmp_tokens(tokens)
-    has_compressed = call.branches[0] == "cmp" and not call.compresses
-    lengths = [tokens, tokens, *[compressed] * (2 * has_compressed), *[tokens] * len(widths)]
-    q, gates, *flat = (
-        torch.empty(1, length, *width, dtype=gate_dtype if i == 1 else dtype, device="meta")
-        for i, (length, width) in enumerate(zip(lengths, widths, strict=False))
-    )
-    blocks = None
-    if "slc" in call.branches and "cmp" not in call.branches:
-        shape = 1, tokens, flat[0].shape[2], call.config.slc_count
-        blocks = torch.empty(shape, dtype=torch.int32, device="meta")
-    out, saved = attention.forward(call, blocks, q, gates, flat)
-    if call.keeps:
-        attention.backward(call, q, gates, flat, saved, torch.empty_like(out))

@@ -10,6 +10,7 @@ from nsa_core.kernels import attention, merge, scores
 from nsa_core.kernels.call import Call, Part
 from nsa_core.kernels.merge import Rows, Slots
 from nsa_core.kernels.runtime.launch import observe
+from nsa_core.kernels.selected.inverse import invert
 from nsa_core.kernels.selected.kernels import backward_chunk, forward_chunk
 from nsa_core.kernels.shared import hopper
 from nsa_core.kernels.shared.hopper import product
@@ -59,14 +60,14 @@ def chosen(case):
     q, parts, call = case
     _, (lse, *_) = attend_spans(*case)
     blocks = scores.select(q, parts[0].k, lse, call, call.causal_rows(q.shape[1]))
-    return attention._invert(q, parts[1], blocks, call)
+    return invert(q, parts[1], blocks, call)
 
 
 def unwritten(slots):
     """The chunk's slots, of which what is not written is no number."""
     for x in (slots.parts, slots.lse):
         x.fill_(float("nan") if x.is_floating_point() else -1)
-    if slots.packed:
+    if slots.exponents is not None:
         slots.exponents.fill_(-1)
     return slots
 
@@ -74,7 +75,7 @@ def unwritten(slots):
 def numbers(slots):
     """Values of the chunk's slots [rows,free,G,128], unpacked (shared/packed_slots.py)."""
     count = slots.rows.count
-    if not slots.packed:
+    if slots.exponents is None:
         return slots.parts[:count].clone()
     words = slots.parts[:count].unflatten(-1, (3, 4, 4))
     low, tops = words & 0xFFFFFF, (words >> 24) & 0xFF

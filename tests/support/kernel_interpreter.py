@@ -34,7 +34,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from nsa_core.kernels.runtime import replay  # Kernels are made for the interpreter when first imported.
 
-    replay.forget()
+    replay.kept.cache_clear()
 
 
 def run(leaves: Sequence[Tensor], config: NSAConfig, backend: str, **options: Any) -> list[Tensor]:

@@ -14,22 +14,18 @@ from .cases import CompileCase
 from .resources import SHARED
 
 
-def _heads(text: str) -> tuple[int, int]:
-    heads, kv_heads = map(int, text.split("/"))
-    return heads, kv_heads
-
-
 def main() -> int:
     """Returns 1 if a kernel does not fit its device."""
     parser = argparse.ArgumentParser(prog="python -m nsa_core.kernels.aot", description="Compile without a device.")
-    parser.add_argument("--heads", type=_heads, metavar="H/KV", help="these query and kv heads alone, in bf16")
+    parser.add_argument("--heads", metavar="H/KV", help="these query and kv heads alone, in bf16")
     parser.add_argument("--dim", type=int, default=128, help="head dim of --heads")
     parser.add_argument("--kernel", default="", metavar="PART", help="kernels with this in their names alone")
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(SHARED), help="compute capabilities")
     parser.add_argument("--table", type=Path, metavar="CSV", help="take from it what is known, and write it again")
     options = parser.parse_args()
     if options.heads:
-        case = CompileCase(*options.heads, options.dim, options.dim, torch.bfloat16)
+        heads, kv_heads = map(int, options.heads.split("/"))
+        case = CompileCase(heads, kv_heads, options.dim, options.dim, torch.bfloat16)
         pairs = [(case, arch) for arch in options.arch]
     else:
         pairs = [(case, arch) for case, arch in table.ALL if arch in options.arch]

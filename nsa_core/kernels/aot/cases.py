@@ -29,18 +29,6 @@ class CompileCase:
     value_dim: int
     dtype: torch.dtype
 
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def spill_limit(self) -> int:
-        """Bytes of spills a thread may have: beyond a head dim of 128 two float32 accumulators fill the registers."""
-        return 128 if max(self.dim, self.value_dim) <= 128 else 384
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {DTYPES[self.dtype]}"
-
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 CASES = (
@@ -62,7 +50,8 @@ def launches(case: CompileCase, arch: int) -> list[Launch]:
     heads that the backend refuses, and none of decoding for groups beyond 16: the window's kernel repeats its code for
     each head, which takes minutes to compile.
     """
-    if too_large(divmod(arch, 10), case.dtype, Heads(max(case.dim, case.value_dim), case.group)):
+    group = case.heads // case.kv_heads
+    if too_large(divmod(arch, 10), case.dtype, Heads(max(case.dim, case.value_dim), group)):
         return []
     with assume(arch), record() as seen:
         for tokens in (2048, 65_536, 131_072):
@@ -71,14 +60,11 @@ def launches(case: CompileCase, arch: int) -> list[Launch]:
         if case in PACKED:
             _run_once(case, 65_536, shared=True, packed=True)
             _run_once(case, 65_536, shared=False, packed=True)
-        if case.group <= 16:
+        if group <= 16:
             step.trace(case.heads, case.kv_heads, case.dim, case.value_dim, case.dtype)
         _train_once(case)
-    return list({_identity(launch): launch for launch in seen}.values())
-
-
-def _identity(launch: Launch) -> tuple[str, str]:
-    return launch.kernel.__module__ + launch.kernel.__name__, str((launch.constants, launch.tile))
+    distinct = {(one.kernel.__module__, one.kernel.__name__, str((one.constants, one.tile))): one for one in seen}
+    return list(distinct.values())
 
 
 def _run_once(case: CompileCase, tokens: int, shared: bool, packed: bool = False) -> None:

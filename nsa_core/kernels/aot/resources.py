@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from ..runtime.launch import Launch, unaligned_names
+from ..runtime.launch import Launch
 from ..runtime.tma import Tiled
 from .cases import DTYPES, CompileCase
 
@@ -36,8 +36,8 @@ SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block
 class Usage:
     """Resources of a compiled kernel.
 
-    It fits if it takes no more shared memory than a block may have, spills no more than `CompileCase.spill_limit`,
-    ptxas serialized none of its wgmma instructions, and late rescaling votes once for each product.
+    It fits if it takes no more shared memory than a block may have, spills little, ptxas serialized none of its wgmma
+    instructions, and late rescaling votes once for each product.
 
     Attributes:
         shared: bytes of shared memory a block.
@@ -62,11 +62,16 @@ class Usage:
 
     @property
     def fits(self) -> bool:
-        within = self.shared <= SHARED[self.arch] and self.spills <= self.case.spill_limit
+        # Beyond a head dim of 128 two float32 accumulators fill the registers.
+        spills = 128 if max(self.case.dim, self.case.value_dim) <= 128 else 384
+        within = self.shared <= SHARED[self.arch] and self.spills <= spills
         return within and not self.serialized and self.votes == self.rescales
 
     def __str__(self) -> str:
-        line = f"sm{self.arch} {self.case!s:22} {self.kernel:50} shared {self.shared:7} regs {self.registers:4}"
+        case = (
+            f"{self.case.heads}/{self.case.kv_heads} d{self.case.dim},{self.case.value_dim} {DTYPES[self.case.dtype]}"
+        )
+        line = f"sm{self.arch} {case:22} {self.kernel:50} shared {self.shared:7} regs {self.registers:4}"
         line += f" spills {self.spills:5}" + f" held {self.held}/{self.products}" * (self.products > 0)
         line += f" rescales {self.rescales}/{self.votes}" * (self.votes + self.rescales > 0)
         return f"{line}{' SERIALIZED' * self.serialized}{'' if self.fits else ' BAD'}"
@@ -74,7 +79,8 @@ class Usage:
 
 def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[list[object]]]]:
     """Types by argument, and the indices of those that Triton's run-time marks as multiples of 16: tensors."""
-    names, unaligned = launch.kernel.arg_names, unaligned_names(launch.kernel)
+    names = launch.kernel.arg_names
+    unaligned = launch.kernel.do_not_specialize_on_alignment or ()
     types = {name: _type(launch.arguments[name]) if name in launch.arguments else "constexpr" for name in names}
     tensors = {name for name, x in launch.arguments.items() if isinstance(x, Tensor) and name not in unaligned}
     return types, {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in tensors}
@@ -110,7 +116,7 @@ def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
 
 def _type(value: object) -> str:
     if isinstance(value, Tiled):
-        return value.signature
+        return f"tensordesc<{DTYPES[value.x.dtype]}{value.block},{value.layout!r}>"
     if isinstance(value, Tensor):
         return f"*{DTYPES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"
@@ -135,26 +141,28 @@ def launch_key(launch: Launch, arch: int) -> str:
 
 @cache
 def _sources(kernel: Any) -> tuple[str, ...]:
-    """Source and constants of a kernel and of every function of the kernels' package that it reaches."""
-    found, left = dict[FunctionType, str](), [_python(kernel)]
+    """Source and constants of a kernel and of every function of the kernels' package that it reaches.
+
+    Sources are without docstrings and comments, written as every version of Python writes its syntax tree.
+    """
+    found, left = dict[FunctionType, str](), [unwrapped(kernel)]
     while left:
         function = left.pop()
         if function in found:
             continue
-        named = dict(_globals(function.__code__, function))
-        constants = sorted((name, repr(x)) for name, x in named.items() if not isinstance(_python(x), FunctionType))
-        found[function] = f"{function.__module__} {_code(function)} {constants}"
-        left += [_python(x) for x in named.values() if isinstance(_python(x), FunctionType)]
+        named = {name: unwrapped(x) for name, x in globals_named(function.__code__, function)}
+        functions = {name: x for name, x in named.items() if isinstance(x, FunctionType)}
+        constants = sorted((name, repr(x)) for name, x in named.items() if name not in functions)
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        assert isinstance(tree, ast.FunctionDef)
+        if ast.get_docstring(tree) is not None:
+            tree.body = tree.body[1:]
+        found[function] = f"{function.__module__} {ast.unparse(tree)} {constants}"  # ast.dump differs between versions
+        left += functions.values()
     return tuple(sorted(found.values()))
 
 
-def functions_named(function: FunctionType) -> set[FunctionType]:
-    """Functions of the kernels' package that a function names, unwrapped from Triton's."""
-    named = (_python(x) for _, x in _globals(function.__code__, function))
-    return {x for x in named if isinstance(x, FunctionType)}
-
-
-def _globals(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any]]:
+def globals_named(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Global variables and attributes of modules that the code names: functions of the package, and constants."""
     variables = function.__globals__
     for name in code.co_names:
@@ -163,28 +171,16 @@ def _globals(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any]
             pairs = [(f"{name}.{attribute}", getattr(x, attribute, None)) for attribute in code.co_names]
         else:
             pairs = [(name, x)]
-        yield from ((path, y) for path, y in pairs if _counts(y))
+        for path, y in pairs:
+            called = unwrapped(y)
+            is_ours = isinstance(called, FunctionType) and called.__module__.startswith(_PACKAGE)
+            if is_ours or isinstance(y, triton.language.constexpr | int | float | str | tuple):
+                yield path, y
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _globals(constant, function)
+            yield from globals_named(constant, function)
 
 
-def _counts(x: Any) -> bool:
-    function = _python(x)
-    if isinstance(function, FunctionType):
-        return function.__module__.startswith(_PACKAGE)
-    return isinstance(x, triton.language.constexpr | int | float | str | tuple)
-
-
-def _python(x: Any) -> Any:
+def unwrapped(x: Any) -> Any:
     """The function that Triton or Gluon wraps; another object as it is."""
     return getattr(x, "fn", x)
-
-
-def _code(function: FunctionType) -> str:
-    """A function without its docstring and comments, written as every version of Python writes its syntax tree."""
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    assert isinstance(tree, ast.FunctionDef)
-    if ast.get_docstring(tree) is not None:
-        tree.body = tree.body[1:]
-    return ast.unparse(tree)  # ast.dump's fields differ between versions

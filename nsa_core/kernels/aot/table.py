@@ -21,8 +21,16 @@ def read(path: Path) -> dict[str, Usage]:
     """Resources by the launch's key; none where there is no file."""
     if not path.exists():
         return {}
+    known = dict[str, Usage]()
     with path.open(newline="") as file:
-        return {row["key"]: _usage(row) for row in csv.DictReader(file)}
+        for row in csv.DictReader(file):
+            numbers = {one.name: int(row[one.name]) for one in fields(CompileCase) if one.name != "dtype"}
+            case = CompileCase(**numbers, dtype=_DTYPES[row["dtype"]])
+            others = ("case", "kernel", "serialized")
+            numbers = {one.name: int(row[one.name]) for one in fields(Usage) if one.name not in others}
+            serialized = row["serialized"] == "True"
+            known[row["key"]] = Usage(case=case, kernel=row["kernel"], serialized=serialized, **numbers)
+    return known
 
 
 def write(path: Path, known: Mapping[str, Usage]) -> None:
@@ -80,10 +88,3 @@ def _keys(pair: tuple[CompileCase, int]) -> dict[str, str]:
 def _compile(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:
     given = {launch_key(launch, arch): launch for launch in launches(case, arch)}
     return {key: compile_for(case, given[key], arch) for key in keys}
-
-
-def _usage(row: Mapping[str, str]) -> Usage:
-    numbers = {one.name: int(row[one.name]) for one in fields(CompileCase) if one.name != "dtype"}
-    case = CompileCase(**numbers, dtype=_DTYPES[row["dtype"]])
-    rest = {one.name: int(row[one.name]) for one in fields(Usage) if one.name not in ("case", "kernel", "serialized")}
-    return Usage(case=case, kernel=row["kernel"], serialized=row["serialized"] == "True", **rest)

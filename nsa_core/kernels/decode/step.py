@@ -14,7 +14,7 @@ key and value is read once. Dense attention takes the first launch, one like the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -200,12 +200,13 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     """
     config, v = cache.config, cache.v_slc.buffer
     rows, room, cmp_room = q.shape[0] * v.shape[2], v.shape[1], cache.k_cmp.buffer.shape[1]
-    tile, chunks = _tile(q, v), _Chunks.of(config, room)
+    tile, (chunks, chunk, kept), group = _tile(q, v), _chunks(config, room), q.shape[1] // v.shape[2]
     near = _parts(cmp_room, rows, tile), _parts(config.window, rows, tile)
-    parts, lse_parts = _slots(q, v, sum(near) + config.slc_count)
-    scores = torch.empty(rows, q.shape[1] // v.shape[2], cmp_room, dtype=torch.float32, device=q.device)
-    keys = torch.empty(rows, chunks.number, chunks.kept, dtype=torch.int64, device=q.device)
-    chosen = torch.empty(rows, config.slc_count, dtype=torch.int32, device=q.device)
+    shape = rows, sum(near) + config.slc_count, group
+    parts, lse_parts = (q.new_empty(*shape, *dim, dtype=torch.float32) for dim in (v.shape[3:], ()))
+    scores = q.new_empty(rows, group, cmp_room, dtype=torch.float32)
+    keys = q.new_empty(rows, chunks, kept, dtype=torch.int64)
+    chosen = q.new_empty(rows, config.slc_count, dtype=torch.int32)
 
     outputs = dict(PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
@@ -217,16 +218,16 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     launch(_decode_compressed, (near[0], rows), arguments, constants, tile, stage="decode_compressed")
 
     tensors = dict(Q=q, K=cache.k_win.buffer, V=cache.v_win.buffer, SCORES=scores, KEYS=keys)
-    constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window, RP=chunks.taps)
+    constants = constants | dict(CMP_PARTS_P=padded(near[0]), WIN_PARTS=near[1], WINDOW=config.window)
     constants |= dict(INIT=config.init_blocks, LOCAL=config.local_blocks, SLC_BLOCK=config.slc_block)
-    constants |= dict(COUNT_P=chunks.kept, CHUNK=chunks.size, CHUNKS=chunks.number)
+    constants |= dict(RP=power_of_two(config.slc_block // config.cmp_stride), COUNT_P=kept, CHUNK=chunk, CHUNKS=chunks)
     arguments = tensors | outputs | numbers | dict(cmp_room=cmp_room)
-    grid = chunks.number + near[1], rows
+    grid = chunks + near[1], rows
     launch(_decode_window, grid, arguments, constants, replace(tile, stages=1), stage="decode_window")
 
     tensors = dict(Q=q, K=cache.k_slc.buffer, V=v, KEYS=keys, CHOSEN=chosen)
-    constants = common | dict(COUNT=config.slc_count, COUNT_P=chunks.kept, SLC_BLOCK=config.slc_block)
-    constants |= dict(CHUNKS=chunks.number, CHUNKS_P=power_of_two(chunks.number))
+    constants = common | dict(COUNT=config.slc_count, COUNT_P=kept, SLC_BLOCK=config.slc_block)
+    constants |= dict(CHUNKS=chunks, CHUNKS_P=power_of_two(chunks))
     arguments = tensors | outputs | numbers | dict(room=room)
     launch(_decode_selected, (config.slc_count, rows), arguments, constants, tile, stage="decode_selected")
     return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
@@ -236,7 +237,8 @@ def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
     """Attention [B,HQ,DV] to all tokens for the one that `take_dense` stored last; counts it on the device."""
     k, v = cache.k.buffer, cache.v.buffer
     rows, room, tile = q.shape[0] * v.shape[2], v.shape[1], _tile(q, v, longest=True)
-    parts, lse_parts = _slots(q, v, _parts(room, rows, tile))
+    shape = rows, _parts(room, rows, tile), q.shape[1] // v.shape[2]
+    parts, lse_parts = (q.new_empty(*shape, *dim, dtype=torch.float32) for dim in (v.shape[3:], ()))
     tensors = dict(Q=q, K=k, V=v, PARTS=parts, LPARTS=lse_parts, POSITION=cache.position)
     numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
@@ -244,36 +246,14 @@ def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
     return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """How the choice of blocks is split among programs.
+def _chunks(config: NSAConfig, room: int) -> tuple[int, int, int]:
+    """How the choice of blocks is split: number of chunks, blocks of a chunk, and those of them kept, the best ones.
 
-    Attributes:
-        number, size: number of chunks, and blocks of a chunk.
-        kept: blocks of a chunk that are kept, the best ones.
-        taps: compressed tokens that begin in a block, padded to a power of two.
+    For a cache with room for `room` tokens: at most 16 chunks, each of 128 blocks or more.
     """
-
-    number: int
-    size: int
-    kept: int
-    taps: int
-
-    @classmethod
-    def of(cls, config: NSAConfig, room: int) -> _Chunks:
-        """Split for a cache with room for `room` tokens: at most 16 chunks, each of 128 blocks or more."""
-        blocks, kept = config.slc_blocks(room), padded(config.slc_count)
-        size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
-        return cls(
-            power_of_two(ceil_div(blocks, size)), size, kept, power_of_two(config.slc_block // config.cmp_stride)
-        )
-
-
-def _slots(q: Tensor, v: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Unwritten float32 partial outputs [B·HKV,parts,G,DV] and log-sum-exps [B·HKV,parts,G]."""
-    rows, group = q.shape[0] * v.shape[2], q.shape[1] // v.shape[2]
-    o = torch.empty(rows, parts, group, v.shape[3], dtype=torch.float32, device=q.device)
-    return o, torch.empty(rows, parts, group, dtype=torch.float32, device=q.device)
+    blocks, kept = config.slc_blocks(room), padded(config.slc_count)
+    size = max(kept, min(128, padded(blocks)), power_of_two(ceil_div(blocks, 16)))
+    return power_of_two(ceil_div(blocks, size)), size, kept
 
 
 def _parts(keys: int, rows: int, tile: Tile) -> int:

@@ -139,43 +139,35 @@ def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
         q: [B,HQ,D].
         k, v: [B,3,HKV,D] and [B,3,HKV,DV] of the cmp, slc and win branches; unrotated and contiguous, as q.
     """
-    assert cache.position is not None
-    assert cache.frequencies is not None
-    config, rotated = cache.config, torch.empty_like(q)
-    pointers = dict(Q=q, K=k, V=v, ROTATED=rotated)
+    config, pointers = cache.config, dict(Q=q, K=k, V=v)
     for name, held in (("C", "cmp"), ("S", "slc"), ("W", "win"), ("O", "open")):
         pointers |= {f"K{name}": getattr(cache, f"k_{held}").buffer, f"V{name}": getattr(cache, f"v_{held}").buffer}
-    pointers |= dict(POSITION=cache.position, FREQUENCIES=cache.frequencies)
-    room, cmp_room = cache.k_slc.buffer.shape[1], cache.k_cmp.buffer.shape[1]
-    numbers = dict(room=room, cmp_room=cmp_room, capacity=cache.capacity or room)
     block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
-    constants = _sizes(q, v) | block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
-    grid = (q.shape[0] * k.shape[2],)
-    launch(_decode_take, grid, pointers | numbers, constants, _tile(q, v), stage="decode_take")
-    return rotated
+    constants = block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
+    numbers = dict(cmp_room=cache.k_cmp.buffer.shape[1])
+    return _launch(_decode_take, "decode_take", pointers, numbers, constants, cache, cache.k_slc.buffer.shape[1])
 
 
 def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
     """Rotated query of one token, as `take`, for dense attention: k [B,HKV,D], v [B,HKV,DV]."""
+    pointers = dict(Q=q, K=k, V=v, KT=cache.k.buffer, VT=cache.v.buffer)
+    return _launch(_decode_take_dense, "decode_take_dense", pointers, {}, {}, cache, cache.k.buffer.shape[1])
+
+
+def _launch(
+    kernel: object, stage: str, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
+    cache: NSACache | DenseCache, room: int,
+) -> Tensor:  # fmt: skip
+    """Launch over sequences and kv heads; returns the rotated query. `room`: tokens that the cache's buffers hold."""
     assert cache.position is not None
     assert cache.frequencies is not None
-    rotated = torch.empty_like(q)
-    pointers = dict(Q=q, K=k, V=v, ROTATED=rotated, KT=cache.k.buffer, VT=cache.v.buffer, POSITION=cache.position)
-    room = cache.k.buffer.shape[1]
-    numbers = dict(room=room, capacity=cache.capacity or room)
-    arguments = pointers | dict(FREQUENCIES=cache.frequencies) | numbers
-    grid = (q.shape[0] * k.shape[1],)
-    launch(_decode_take_dense, grid, arguments, _sizes(q, v), _tile(q, v), stage="decode_take_dense")
+    q, rotated = pointers["Q"], torch.empty_like(pointers["Q"])
+    (batch, heads, dim), (kv_heads, value_dim) = q.shape, pointers["V"].shape[-2:]
+    arguments = pointers | dict(ROTATED=rotated, POSITION=cache.position, FREQUENCIES=cache.frequencies) | numbers
+    arguments |= dict(room=room, capacity=cache.capacity or room)
+    sizes = dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim)
+    sizes |= dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
+    # One warp, which waits for no other, where its registers hold a row; else four.
+    tile = Tile(warps=1 if max(dim, value_dim) * q.itemsize <= 256 else 4)
+    launch(kernel, (batch * kv_heads,), arguments, sizes | constants, tile, stage=stage)
     return rotated
-
-
-def _tile(q: Tensor, v: Tensor) -> Tile:
-    """One warp, which waits for no other, where its registers hold a row; else four."""
-    return Tile(warps=1 if max(q.shape[-1], v.shape[-1]) * q.itemsize <= 256 else 4)
-
-
-def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants for q [B,HQ,D] and v [..,HKV,DV]: heads, dims, and the padded half head dim, value dim and group."""
-    (heads, dim), (kv_heads, value_dim) = q.shape[-2:], v.shape[-2:]
-    padding = dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
-    return dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim) | padding

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 from torch.library import CustomOpDef, custom_op
 
-from .launch import omit
 
-P, R = ParamSpec("P"), TypeVar("R")
-
-
-def operator(name: str, fake: Callable[P, R] | None = None) -> Callable[[Callable[P, R]], CustomOpDef]:
+def operator(name: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Decorator that registers nsa_core::`name`, an operator without side effects.
 
     Args:
-        fake: returns the same tensors, unwritten; None: the function itself with launches omitted.
+        fake: returns the same tensors, unwritten; None: the function itself, whose launches omit fake tensors.
     """
 
-    def register(function: Callable[P, R]) -> CustomOpDef:
-        operator = custom_op(f"nsa_core::{name}", function, mutates_args=())
-
-        def unlaunched(*args: P.args, **kwargs: P.kwargs) -> R:
-            with omit():
-                return function(*args, **kwargs)
-
-        operator.register_fake(fake or unlaunched)
-        return operator
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        made = custom_op(f"nsa_core::{name}", function, mutates_args=())
+        made.register_fake(fake or function)
+        return made
 
     return register

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Launches: every kernel is started by `launch`, which can also record, omit or observe what it is asked for.
+"""Launches: every kernel is started by `launch`, which can also hand over or observe what it is asked for.
 
 So the ahead-of-time check compiles without a device, memory is predicted without kernels, and times are told by stage.
 Under torch.profiler each launch is a range named by its stage.
@@ -7,14 +7,16 @@ Under torch.profiler each launch is a range named by its stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 
 from ...errors import BackendError
@@ -56,15 +58,8 @@ def record() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def omit() -> Iterator[None]:
-    """Drop launches instead of running them; unlike `record`, no tensor is kept alive."""
-    with handed_to(lambda launch: None):
-        yield
-
-
-@contextmanager
 def handed_to(recorder: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand launches to `recorder` instead of running them."""
+    """Hand launches to `recorder` instead of running them; it decides whether their tensors are kept alive."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -101,14 +96,14 @@ def observe() -> Iterator[list[Started]]:
 
 
 def is_watched() -> bool:
-    """Whether launches are recorded, omitted or observed."""
+    """Whether launches are handed over or observed."""
     return _recorder.get() is not None or _observer is not None
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], tile: Tile, *, stage: str
 ) -> None:
-    """Run `kernel`, or hand the launch to the recorder. An empty grid runs nothing, nor do meta tensors.
+    """Run `kernel`, or hand the launch to the recorder. Nothing runs for an empty grid, meta tensors or fake ones.
 
     Args:
         kernel, grid, constants, tile, stage: as in `Launch`.
@@ -117,27 +112,35 @@ def launch(
     if 0 in grid:
         return
     asked, recorder = Launch(kernel, grid, arguments, constants, tile, stage), _recorder.get()
+    first = next(iter(arguments.values()))
+    x = first.x if isinstance(first, Tiled) else first
     if recorder is not None:
         recorder(asked)
-    elif not _first(asked).is_meta:
+    elif not (x.is_meta or isinstance(x, FakeTensor)):
         start(asked)
 
 
-def _first(asked: Launch) -> Tensor:
-    x = next(iter(asked.arguments.values()))
-    return x.x if isinstance(x, Tiled) else x
+# A kernel compiled by Triton, and what puts a launch's arguments and constants in the order of its parameters.
+Compiled = tuple[Any, Callable[[list[Any]], tuple[Any, ...]]]
+_compiled: dict[tuple[Any, ...], Compiled] = {}
 
 
 def start(asked: Launch) -> Compiled | None:
     """Run a launch, under a profiler within a range of its stage; the compiled kernel, or None in the interpreter."""
-    if profiler._is_profiler_enabled:
-        with profiled_stage(asked.stage):
-            return _start(asked)
-    return _start(asked)
+    first = next(iter(asked.arguments.values()))
+    device = (first.x if isinstance(first, Tiled) else first).get_device()
+    elsewhere = device >= 0 and device != torch.cuda.current_device()  # Triton starts kernels on the current one
+    with (
+        profiled_stage(asked.stage) if profiler._is_profiler_enabled else nullcontext(),
+        torch.cuda.device(device) if elsewhere else nullcontext(),
+    ):
+        if _observer is not None:
+            _observer(Started(asked.kernel.__name__, asked.stage, asked.constants))
+        return _start(asked, device)
 
 
-def _start(asked: Launch) -> Compiled | None:
-    """Run a launch as `start` does, without a range.
+def _start(asked: Launch, device: int) -> Compiled | None:
+    """Run a launch on the current device.
 
     Triton's own launch inspects every argument each time, which takes longer than many of these kernels. Compiled
     kernels are kept here by what they depend on: names, constants, types, and whether pointers are multiples of 16.
@@ -145,19 +148,13 @@ def _start(asked: Launch) -> Compiled | None:
     a kept entry keeps its kernel alive.
     """
     kernel, arguments, constants, tile = asked.kernel, asked.arguments, asked.constants, asked.tile
-    device = _first(asked).get_device()
-    if device >= 0 and device != torch.cuda.current_device():  # Triton starts kernels on the current one
-        with torch.cuda.device(device):
-            return _start(asked)
-    if _observer is not None:
-        _observer(Started(kernel.__name__, asked.stage, constants))
     key: list[Any] = [id(kernel), device, tile.warps, tile.stages, tile.registers, *arguments, *constants]
     key += constants.values()
     values: list[Any] = []
-    unaligned = unaligned_names(kernel)
+    unaligned = getattr(kernel, "do_not_specialize_on_alignment", None) or ()
     for name, x in arguments.items():
         if isinstance(x, Tiled):
-            key += x.kind
+            key += x.x.dtype, *x.block
             x = x.descriptor()
         elif isinstance(x, Tensor):
             key.append(x.dtype)
@@ -169,7 +166,8 @@ def _start(asked: Launch) -> Compiled | None:
     known = tuple(key)
     kept = _compiled.get(known)
     if kept is not None:
-        kept.runner(asked.grid)(*kept.ordered([*values, *constants.values()]))
+        compiled, ordered = kept
+        compiled[(*asked.grid, 1, 1)[:3]](*ordered([*values, *constants.values()]))
         return kept
     _generalize(kernel, arguments)
     described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
@@ -185,20 +183,14 @@ def _start(asked: Launch) -> Compiled | None:
     if compiled is None:  # the interpreter
         return None
     names = [*arguments, *constants]
-    _compiled[known] = Compiled(compiled, tuple(names.index(name) for name in kernel.arg_names))
-    return _compiled[known]
-
-
-def unaligned_names(kernel: Any) -> Sequence[str]:
-    """Pointers of a kernel that is compiled alike whether they are multiples of 16 or not."""
-    return getattr(kernel, "do_not_specialize_on_alignment", None) or ()
+    kept = _compiled[known] = compiled, itemgetter(*(names.index(name) for name in kernel.arg_names))
+    return kept
 
 
 def compile_only(asked: Launch, device: torch.device) -> None:
     """Compile a launch's kernel for a GPU, as `start` would; the launch's tensors may be without memory."""
-    kernel, arguments = asked.kernel, asked.arguments
-    _generalize(kernel, arguments)
-    given = arguments | asked.constants
+    kernel, given = asked.kernel, asked.arguments | asked.constants
+    _generalize(kernel, asked.arguments)
     kinds = [
         x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
         for x in map(given.get, kernel.arg_names)
@@ -211,27 +203,3 @@ def _generalize(kernel: Any, arguments: Mapping[str, Any]) -> None:
     """Keep Triton from compiling again for whole numbers that are 1 or multiples of 16."""
     for param in getattr(kernel, "params", ()):  # the interpreter's functions have none
         param.do_not_specialize |= isinstance(arguments.get(param.name), int)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled kernel.
-
-    Attributes:
-        kernel: Triton's compiled kernel.
-        order: for each of its parameters, the index among a launch's arguments followed by its constants.
-    """
-
-    kernel: Any
-    order: tuple[int, ...]
-
-    def runner(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """The function that starts it, given all parameters in order and, optionally, `stream`."""
-        return self.kernel[(*grid, 1, 1)[:3]]
-
-    def ordered(self, values: Sequence[Any]) -> list[Any]:
-        """A launch's argument and constant values in the order of the kernel's parameters."""
-        return [values[i] for i in self.order]
-
-
-_compiled: dict[tuple[Any, ...], Compiled] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ...routes import profiled_stage
 from .launch import Launch, handed_to, is_watched, start
 from .tma import Tiled, placed
 
-__all__ = ["forget", "run"]
+__all__ = ["kept", "run"]
 
 # Takes settings and tensors, which it only reads. What it does follows from the settings and from the tensors' shapes,
 # dtypes and device: it waits for no value, and calls no operator that autocast changes.
@@ -48,52 +48,35 @@ def run(function: Function, settings: Hashable, tensors: Sequence[Tensor | None]
     if is_watched() or device.type == "meta":
         return function(settings, *tensors)
     like = tuple(None if x is None else (x.shape, x.dtype, x.data_ptr() % 16) for x in tensors)
-    kept = _kept(function, settings, device, like)
+    known = kept(function, settings, device, like)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()  # kernels start on the current
     with torch.cuda.device(device) if elsewhere else nullcontext(), torch.no_grad():
-        if kept.capture is not None:
-            return kept.capture.replay(tensors, device)
-        if kept.is_known:
+        if known.replay is not None:
+            return known.replay(tensors, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        if known.has_run:
             given = [None if x is None else x.detach() for x in tensors]  # distinct objects, even of one tensor
             recorder = _Recorder(given)
             with recorder, handed_to(recorder.started):
                 results = function(settings, *given)
-            kept.capture = recorder.capture(results)
+            known.replay = recorder.captured(len(given), results)
             return results
-        results, kept.is_known = function(settings, *tensors), True
+        results, known.has_run = function(settings, *tensors), True
         return results
 
 
-def forget() -> None:
-    """Drop all captures: for tests, which change what follows from shapes."""
-    _kept.cache_clear()
+@lru_cache(maxsize=_KEPT)
+def kept(function: Function, settings: Hashable, device: torch.device, like: tuple[Any, ...]) -> SimpleNamespace:
+    """What is known of one function, settings and kind of tensors; tests that change what follows clear the cache."""
+    return SimpleNamespace(has_run=False, replay=None)
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The capture for one function, settings and kind of tensors; None before the second call."""
-
-    is_known: bool = False
-    capture: _Capture | None = None
-
-
-@lru_cache(maxsize=_KEPT)
-def _kept(function: Function, settings: Hashable, device: torch.device, like: tuple[Any, ...]) -> _Kept:
-    return _Kept()
-
-
 class _Memory:
-    """The tensors of one replay: each slot holds one that owns its memory, or one that was given."""
+    """The tensors of one replay and their addresses: a slot's tensor owns its memory, or was given."""
 
-    __slots__ = ("addresses", "stream", "tensors")
-
-    def __init__(self, slots: int, given: Sequence[Tensor | None], stream: int) -> None:
-        self.tensors: list[Tensor | None] = [*given, *[None] * (slots - len(given))]
-        self.addresses = [0 if x is None else x.data_ptr() for x in self.tensors]
-        self.stream = stream
-
-    def put(self, slot: int, x: Tensor) -> None:
-        self.tensors[slot], self.addresses[slot] = x, x.data_ptr()
+    tensors: list[Any]
+    addresses: list[int]
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +97,10 @@ class _View:
 
     def of(self, memory: _Memory) -> Tensor:
         x = memory.tensors[self.slot]
-        assert x is not None, "freed before its last use"
         return x if self.is_all else x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
 
 _Step = Callable[[_Memory], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Capture:
-    """Steps, each with the slots that no later step needs; the number of slots; the results."""
-
-    steps: list[tuple[_Step, tuple[int, ...]]]
-    slots: int
-    results: list[_View]
-
-    def replay(self, given: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        memory = _Memory(self.slots, given, stream)
-        for step, done in self.steps:
-            step(memory)
-            for slot in done:
-                memory.tensors[slot] = None
-        return [view.of(memory) for view in self.results]
 
 
 class _Recorder(TorchDispatchMode):
@@ -146,11 +110,9 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._steps: list[tuple[_Step, set[int]]] = []  # and the slots that each reads or writes
         self._views = WeakTensorKeyDictionary()
-        self._next = count()
-        self._given = len(given)
+        self._slots = len(given)
         self._starting = False
-        for x in given:
-            slot = next(self._next)
+        for slot, x in enumerate(given):
             if x is not None:
                 self._views[x] = _View(slot, tuple(x.shape), x.stride())
 
@@ -161,15 +123,17 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._starting:  # an operator that the interpreter calls
             return result
+        results = result if isinstance(result, list | tuple) else [result]
+        assert all(isinstance(x, Tensor) for x in results), "a value that waits for the device"
         assert not any(isinstance(x, Tensor) for x in kwargs.values()), "a tensor by name"
         known = [] if func in _EMPTY else [x for x in args if isinstance(x, Tensor)]
-        slots = tuple(self._slot(x, known) for x in _tensors(result))
+        slots = [self._slot(x, known) for x in results]
         made = {slot for slot in slots if slot is not None}
         if func in _EMPTY:
             self._steps.append((_allocation(result, *made), made))
         elif made or func._schema.is_mutable:
             used = {self._views[x].slot for x in known} | made
-            self._steps.append((_operation(func, tuple(map(self._viewed, args)), kwargs, slots), used))
+            self._steps.append((_operation(func, [self._viewed(x) for x in args], kwargs, slots), used))
         return result
 
     def started(self, asked: Launch) -> None:
@@ -182,18 +146,30 @@ class _Recorder(TorchDispatchMode):
         if compiled is None:
             step = _interpretation(replace(asked, arguments=arguments))
         else:
-            values = compiled.ordered([*arguments.values(), *asked.constants.values()])
-            step = _start(compiled.runner(asked.grid), values, asked.stage)
+            kernel, ordered = compiled
+            values = list(ordered([*arguments.values(), *asked.constants.values()]))
+            step = _start(kernel[(*asked.grid, 1, 1)[:3]], values, asked.stage)
         self._steps.append((step, used))
 
-    def capture(self, results: Sequence[Tensor]) -> _Capture:
+    def captured(self, given: int, results: Sequence[Tensor]) -> Callable[[Sequence[Tensor | None], int], list[Tensor]]:
+        """A function that replays the steps: of as many tensors as were `given`, on a stream, to the same results."""
         views: list[_View] = [self._views[x] for x in results]
-        needed = {view.slot for view in views} | set(range(self._given))
-        steps: list[tuple[_Step, tuple[int, ...]]] = []
+        needed, backwards = {view.slot for view in views} | set(range(given)), []
         for step, slots in reversed(self._steps):
-            steps.append((step, tuple(slots - needed)))
+            backwards.append((step, tuple(slots - needed)))  # tensors that no later step needs
             needed |= slots
-        return _Capture(steps[::-1], next(self._next), views)
+        steps, empty = backwards[::-1], [None] * (self._slots - given)
+
+        def replay(tensors: Sequence[Tensor | None], stream: int) -> list[Tensor]:
+            addresses = [0 if x is None else x.data_ptr() for x in tensors]
+            memory = _Memory([*tensors, *empty], addresses + [0] * len(empty), stream)
+            for step, done in steps:
+                step(memory)
+                for slot in done:
+                    memory.tensors[slot] = None
+            return [view.of(memory) for view in views]
+
+        return replay
 
     def _slot(self, x: Tensor, given: Sequence[Tensor]) -> int | None:
         """A new slot for x, or None if x is one of `given` or a part of one."""
@@ -207,14 +183,13 @@ class _Recorder(TorchDispatchMode):
                 is_all = of.is_all and x.shape == source.shape and x.stride() == source.stride()
                 self._views[x] = _View(of.slot, tuple(x.shape), x.stride(), offset, offset * x.itemsize, is_all)
                 return None
-        slot = next(self._next)
+        slot, self._slots = self._slots, self._slots + 1
         self._views[x] = _View(slot, tuple(x.shape), x.stride())
         return slot
 
     def _viewed(self, x: object) -> object:
-        """Replace tensors by slot views; pass other values through."""
+        """Replace tensors by slot views, and raise KeyError for one from elsewhere; pass other values through."""
         assert not isinstance(x, list | tuple) or not any(isinstance(y, Tensor) for y in x), "tensors in a list"
-        assert not isinstance(x, Tensor) or x in self._views, "a tensor from elsewhere"
         if isinstance(x, Tiled):
             return replace(self._views[x.x], descriptor=placed(x.descriptor(), 0))
         return self._views[x] if isinstance(x, Tensor) else x
@@ -225,21 +200,23 @@ def _allocation(x: Tensor, slot: int) -> _Step:
     size, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
 
     def step(memory: _Memory) -> None:
-        memory.put(slot, torch.empty_strided(size, stride, dtype=dtype, device=device))
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        memory.tensors[slot], memory.addresses[slot] = made, made.data_ptr()
 
     return step
 
 
 def _operation(
-    operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], slots: tuple[int | None, ...]
+    operator: Callable[..., Any], args: list[object], kwargs: dict[str, Any], slots: list[int | None]
 ) -> _Step:
     """A call of a PyTorch operator; `slots`: for each result that owns its memory its slot, else None."""
 
     def step(memory: _Memory) -> None:
         result = operator(*[x.of(memory) if isinstance(x, _View) else x for x in args], **kwargs)
-        for slot, x in zip(slots, _tensors(result), strict=True):
+        results = result if isinstance(result, list | tuple) else [result]
+        for slot, x in zip(slots, results, strict=True):
             if slot is not None:
-                memory.put(slot, x)
+                memory.tensors[slot], memory.addresses[slot] = x, x.data_ptr()
 
     return step
 
@@ -267,19 +244,9 @@ def _start(runner: Callable[..., None], values: list[Any], stage: str) -> _Step:
 
 def _interpretation(asked: Launch) -> _Step:
     """A launch in the interpreter, which takes tensors instead of addresses."""
-    given = asked.arguments
-    assert not any(isinstance(x, _View) and x.descriptor is not None for x in given.values()), (
-        "no interpreter for these"
-    )
 
     def step(memory: _Memory) -> None:
-        start(replace(asked, arguments={k: x.of(memory) if isinstance(x, _View) else x for k, x in given.items()}))
+        given = {name: x.of(memory) if isinstance(x, _View) else x for name, x in asked.arguments.items()}
+        start(replace(asked, arguments=given))
 
     return step
-
-
-def _tensors(result: object) -> list[Tensor]:
-    """The tensors in an operator's result."""
-    results = result if isinstance(result, list | tuple) else [result]
-    assert all(isinstance(x, Tensor) for x in results), "a value that waits for the device"
-    return list(results)

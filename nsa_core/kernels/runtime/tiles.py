@@ -96,11 +96,6 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def multiprocessors(x: Tensor) -> int:
-    """Multiprocessors of x's device; 132 (H100) if x is on none."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-
-
 def widest(q: Tensor, v: Tensor) -> int:
     """The larger of the padded head dims of q [..,D] and v [..,DV]."""
     return max(padded(q.shape[-1]), padded(v.shape[-1]))

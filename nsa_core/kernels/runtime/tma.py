@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,11 +29,6 @@ class Tiled:
     heads: int = 1
 
     @property
-    def kind(self) -> tuple[torch.dtype, int, int, int]:
-        """The properties that a kernel is specialized on: dtype, rows, heads and head dim."""
-        return self.x.dtype, *self.block[1:]
-
-    @property
     def block(self) -> list[int]:
         """Shape of a tile."""
         return [1, self.rows, self.heads, self.x.shape[-1]]
@@ -45,12 +41,6 @@ class Tiled:
         dtype = gl.bfloat16 if self.x.dtype == torch.bfloat16 else gl.float16
         return gl.NVMMASharedLayout.get_default_for(self.block, dtype)
 
-    @property
-    def signature(self) -> str:
-        """Name of the argument's type for Triton's compiler, for tensors without memory."""
-        name = "bf16" if self.x.dtype == torch.bfloat16 else "fp16"
-        return f"tensordesc<{name}{self.block},{self.layout!r}>"
-
     def descriptor(self) -> TensorDescriptor:
         """The tensor's descriptor; Triton's launch encodes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -60,18 +50,8 @@ class Tiled:
         return TensorDescriptor(self.x, shape, strides, self.block, self.layout)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a tensor in a descriptor, whose launch asks for its address alone."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def placed(descriptor: TensorDescriptor, address: int) -> TensorDescriptor:
-    """A copy of `descriptor` for memory at another address."""
+    """A copy of `descriptor` for memory at another address, which is all that a launch asks its tensor for."""
     moved = copy(descriptor)
-    moved.base = _Place(address)
+    moved.base = SimpleNamespace(data_ptr=address.__int__)
     return moved

@@ -9,6 +9,7 @@ so that every block meets its queries in order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import Call
+from ..call import Call, Part
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div, larger, smaller
 from ..shared.ranges import sequence_of
 
 PARTS_OF_INDEX = ("ITEMS", "PIECES", "BOUNDS")  # kernel arguments that begin anywhere: a chunk's part of a tensor
 _PROGRAM = 256  # numbers per program
-_TILE = Tile(warps=4)
 
 
 @triton.jit
@@ -113,6 +113,8 @@ def work_item(ITEMS, PIECES, BOUNDS, item, KEYS, cap):
 class Inverse:
     """Entries sorted by (chunk, sequence, kv head, block).
 
+    The first four attributes are kept for a backward, the others are `inverse_sizes`.
+
     Attributes:
         entries: int32 [entries]; an entry is row · free + free rank.
         bounds: int32 [chunks · keys + 1], the index at which each block's entries begin.
@@ -123,6 +125,7 @@ class Inverse:
             choose nothing.
         blocks: selection blocks per sequence; of packed sequences, of all.
         cap: largest number of entries in a work item.
+        limit: largest number of work items in a chunk.
     """
 
     entries: Tensor
@@ -133,15 +136,7 @@ class Inverse:
     keys: int
     blocks: int
     cap: int
-
-    @property
-    def limit(self) -> int:
-        """Largest number of work items in a chunk."""
-        return self.items.shape[1]
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The first four attributes, to be kept for a backward; the others follow from shapes."""
-        return self.entries, self.bounds, self.pieces, self.items
+    limit: int
 
 
 def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
@@ -159,62 +154,73 @@ def slot_rows(q: Tensor, kv_heads: int, dim: int, free: int) -> int:
     return larger(1, smaller(budget // row, ((1 << 31) - 1) // (q.shape[2] * dim)))
 
 
-def item_entries(q: Tensor, kv_heads: int, free: int, rows: int) -> int:
-    """Entries per work item: about 1024 items per chunk, each of at least 1024 (row, head) pairs."""
-    group = q.shape[2] // kv_heads
-    return larger(ceil_div(1024, group), ceil_div(rows * free, 1024))
+def inverse_sizes(q: Tensor, part: Part, call: Call) -> tuple[int, int, int, int, int]:
+    """Rows, keys, blocks, cap and limit, as in `Inverse`; they follow from shapes, maybe a compiler's symbols."""
+    (batch, tokens, kv_heads, dim), free = part.k.shape, call.config.free_blocks
+    length, groups = q.shape[1] - call.skipped(q.shape[1]), batch * kv_heads
+    most = slot_rows(q, kv_heads, max(dim, part.v.shape[-1]), free)
+    rows = ceil_div(groups * length, larger(ceil_div(groups * length, most), 1))
+    size = call.config.slc_block
+    blocks = call.tiles(tokens, size, 1) if call.packed else call.config.slc_blocks(tokens)
+    # About 1024 work items per chunk, each of at least 1024 (row, head) pairs.
+    cap = larger(ceil_div(1024, q.shape[2] // kv_heads), ceil_div(rows * free, 1024))
+    # Full ones, and one more for every block that the rows of a chunk may choose.
+    some, length = larger(rows, 1), larger(length, 1)
+    across = smaller(1, length % some) * smaller(1, some % length)  # 1 if chunks and groups end apart
+    reached = larger(1, some // length) * (1 - across) + smaller(groups, some // length + 2) * across
+    limit = some * free // cap + smaller(reached * blocks, some * free)
+    return rows, groups * blocks + call.packed, blocks, cap, limit
 
 
-def invert(chosen: Tensor, call: Call, blocks: int, rows: int, cap: int) -> Inverse:
-    """The inverse of `chosen`.
+def unwritten(q: Tensor, parts: Sequence[Part], call: Call) -> list[Tensor]:
+    """Tensors like an inverse's, unwritten; without elements where no row chooses, so that there are as many."""
+    free = call.config.free_blocks
+    if "slc" not in call.branches or not free:
+        return []
+    part = parts[call.branches.index("slc")]
+    rows, keys, _, _, limit = inverse_sizes(q, part, call)
+    choosing = q.shape[0] * part.k.shape[2] * (q.shape[1] - call.skipped(q.shape[1]))
+    chunks = ceil_div(choosing, larger(rows, 1))
+    shapes = (choosing * free,), (chunks * keys + 1,), (chunks, keys + 1), (chunks, limit)
+    return [q.new_empty(shape, dtype=torch.int32) for shape in shapes]
+
+
+def invert(q: Tensor, part: Part, chosen: Tensor, call: Call) -> Inverse:
+    """The inverse of `chosen` for q [B,S,HQ,D] and the selected branch's keys and values.
 
     Args:
-        chosen: selected blocks, int32 [B,S,HKV,slc_count], ascending; rows that choose have no padding.
-        call: its config's init_blocks first and local_blocks last of the chosen blocks are forced, the others free.
-        blocks: selection blocks per sequence.
-        rows: rows per chunk.
-        cap: largest number of entries in a work item.
+        chosen: selected blocks, int32 [B,S,HKV,slc_count], ascending; rows that choose have no padding. The call's
+            config.init_blocks first and local_blocks last of them are forced, the others free.
     """
     (batch, length, kv_heads, count), config, skip = chosen.shape, call.config, call.skipped(chosen.shape[1])
+    rows, keys, blocks, cap, limit = sizes = inverse_sizes(q, part, call)
     free, choosing, groups = config.free_blocks, length - skip, batch * kv_heads
-    keys, total, chunks = groups * blocks + call.packed, groups * choosing * free, ceil_div(groups * choosing, rows)
+    total, chunks = groups * choosing * free, ceil_div(groups * choosing, rows)
     last = chunks * keys
     # Sorting makes a pass for each byte of the keys.
     kind, bias = (torch.int16, 1 << 15) if last <= 1 << 16 else (torch.int32, 0)
     sort_keys = torch.empty(total, dtype=kind, device=chosen.device)
-    sizes = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip, bias=bias)
+    numbers = dict(total=total, S=length, choosing=choosing, rows=rows, blocks=blocks, keys=keys, skip=skip, bias=bias)
     ranks = dict(HKV=kv_heads, COUNT=count, FREE=free, INIT=config.init_blocks, SB=config.slc_block)
     ranks |= dict(CAUSAL=config.slc_count * config.slc_block, VARLEN=call.packed)
-    _launch_flat(_sort_keys, total, dict(CHOSEN=chosen, KEYS=sort_keys) | call.bounds(chosen) | sizes, ranks)
+    _launch(_sort_keys, total, 1, dict(CHOSEN=chosen, KEYS=sort_keys) | call.bounds(chosen) | numbers, ranks)
     ordered, order = sort_keys.sort(stable=True)
-    limit = most_items(rows, choosing, groups, blocks, free, cap)
     bounds, pieces, items = (
         torch.empty(shape, dtype=torch.int32, device=chosen.device)
         for shape in ((last + 1,), (chunks, keys + 1), (chunks, limit))
     )
-    sizes = dict(total=total, keys=keys, last=last, cap=cap, bias=bias, steps=total.bit_length() + 1)
-    _launch_flat(_count, last + 1, dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces) | sizes, dict(VARLEN=call.packed))
+    numbers = dict(total=total, keys=keys, last=last, cap=cap, bias=bias, steps=total.bit_length() + 1)
+    tensors = dict(SORTED=ordered, BOUNDS=bounds, PIECES=pieces)
+    _launch(_count, last + 1, 1, tensors | numbers, dict(VARLEN=call.packed))
     pieces = pieces.cumsum(1, dtype=torch.int32)
-    sizes = dict(limit=limit, keys=keys, steps=keys.bit_length() + 1)
-    _launch_flat(_assign, limit, dict(PIECES=pieces, ITEMS=items) | sizes, {}, chunks)
-    return Inverse(order.int(), bounds, pieces, items, rows, keys, blocks, cap)
+    numbers = dict(limit=limit, keys=keys, steps=keys.bit_length() + 1)
+    _launch(_assign, limit, chunks, dict(PIECES=pieces, ITEMS=items) | numbers, {})
+    return Inverse(order.int(), bounds, pieces, items, *sizes)
 
 
-def most_items(rows: int, length: int, groups: int, blocks: int, free: int, cap: int) -> int:
-    """Largest number of work items of a chunk of `rows` rows: full ones, and one more for every block it may choose.
-
-    Args:
-        length, groups: number of groups, and rows of each.
-        blocks: of a group.
-    """
-    rows, length = larger(rows, 1), larger(length, 1)
-    across = smaller(1, length % rows) * smaller(1, rows % length)  # 1 if chunks and groups end apart
-    reached = larger(1, rows // length) * (1 - across) + smaller(groups, rows // length + 2) * across
-    return rows * free // cap + smaller(reached * blocks, rows * free)
-
-
-def _launch_flat(
-    kernel: object, total: int, arguments: dict[str, Tensor | int], constants: dict[str, int], chunks: int = 1
+def _launch(
+    kernel: object, total: int, chunks: int, arguments: dict[str, Tensor | int], constants: dict[str, int]
 ) -> None:
-    grid, sizes = (ceil_div(total, _PROGRAM), chunks), constants | dict(N=_PROGRAM)
-    launch(kernel, grid, arguments, sizes, _TILE, stage="inverse_index")
+    """Launch over `total` numbers of each chunk."""
+    grid, constants = (ceil_div(total, _PROGRAM), chunks), constants | dict(N=_PROGRAM)
+    launch(kernel, grid, arguments, constants, Tile(warps=4), stage="inverse_index")

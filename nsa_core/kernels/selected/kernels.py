@@ -229,16 +229,15 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
         slots: packed if `is_for_hopper`.
     """
     tile, ahead = _forward_tile(q, part.v)
-    tile = tile.holding(slots.group)
-    pointers = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, call, slots) | dict(scale2=call.scale * LOG2_E)
+    tile = tile.holding(q.shape[2] // part.k.shape[2])
+    arguments = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse)
+    arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
     constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
-        pointers |= dict(EXPONENTS=slots.exponents)
-        forward_hopper.start((inverse.limit,), pointers | numbers, constants)
-        return
-    constants |= dict(AHEAD=ahead)
-    launch(_selected_forward, (inverse.limit,), pointers | numbers, constants, tile, stage="selected")
+        forward_hopper.start((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
+    else:
+        constants |= dict(AHEAD=ahead)
+        launch(_selected_forward, (inverse.limit,), arguments, constants, tile, stage="selected")
 
 
 def backward_chunk(
@@ -254,50 +253,38 @@ def backward_chunk(
         totals: gradients of keys [B,T,HKV,D] and values [B,T,HKV,DV], float32; None if they are not needed.
         scratch: parts of each work item, float32 [inverse.limit,slc_block,D] and [inverse.limit,slc_block,DV].
     """
-    tile = _backward_tile(q, part.v, slots.group).holding(slots.group)
-    pointers = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
-    pointers |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1]) | _index(inverse, chunk)
-    numbers = _numbers(q, part, inverse, call, slots) | dict(scale2=call.scale * LOG2_E, scale=call.scale)
-    wide = widest(q, part.v)
-    # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
-    # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.
-    turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
-    # Entries loaded an iteration ahead take registers that wide heads do not have.
-    ways = dict(AHEAD=wide <= 128, TURNED=turned)
+    group, wide, block = q.shape[2] // part.k.shape[2], widest(q, part.v), call.config.slc_block
+    tile = _backward_tile(q, part.v, group).holding(group)
+    arguments = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
+    arguments |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1], scale=call.scale)
+    arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
     constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
-        pointers |= dict(EXPONENTS=slots.exponents)
-        backward_hopper.start((inverse.limit,), pointers | numbers, constants)
+        backward_hopper.start((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
     else:
-        launch(
-            _selected_backward, (inverse.limit,), pointers | numbers, constants | ways, tile, stage="selected_backward"
-        )
+        # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
+        # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.
+        turned = wide == 128 and tile.rows < 64 <= padded(q.shape[-1]) and q.itemsize < 4
+        # Entries loaded an iteration ahead take registers that wide heads do not have.
+        constants |= dict(AHEAD=wide <= 128, TURNED=turned)
+        launch(_selected_backward, (inverse.limit,), arguments, constants, tile, stage="selected_backward")
     if totals is not None:
-        _add_items(scratch, totals, inverse, chunk, call)
+        arguments = dict(DKPART=scratch[0], DVPART=scratch[1], DK=totals[0], DVALUE=totals[1])
+        arguments |= dict(PIECES=inverse.pieces[chunk], T=part.k.shape[1], blocks=inverse.blocks)
+        constants = head_sizes(q, part.v) | dict(SB=block, ROWS=16, UNROLL=4, VARLEN=call.packed)
+        del constants["HQ"]
+        grid = inverse.keys, ceil_div(block, 16), 2
+        arguments |= call.bounds(totals[0])
+        launch(_sum_items, grid, arguments, constants, Tile(warps=4), stage="sum_items_backward")
 
 
-def _add_items(
-    scratch: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], inverse: Inverse, chunk: int, call: Call
-) -> None:
-    """Add the parts of every block's work items to `totals`, in order."""
-    pointers = dict(DKPART=scratch[0], DVPART=scratch[1], DK=totals[0], DVALUE=totals[1], PIECES=inverse.pieces[chunk])
-    numbers = dict(T=totals[0].shape[1], blocks=inverse.blocks) | call.bounds(totals[0])
-    (kv_heads, dim), value_dim = totals[0].shape[2:], totals[1].shape[3]
-    dims = dict(HKV=kv_heads, D=dim, DV=value_dim, DP=padded(dim), DVP=padded(value_dim))
-    sizes = dims | dict(SB=call.config.slc_block, ROWS=16, UNROLL=4, VARLEN=call.packed)
-    grid = inverse.keys, ceil_div(call.config.slc_block, 16), 2
-    launch(_sum_items, grid, pointers | numbers, sizes, Tile(warps=4), stage="sum_items_backward")
-
-
-def _index(inverse: Inverse, chunk: int) -> dict[str, Tensor]:
+def _of_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, call: Call) -> dict[str, Any]:
+    """Kernel arguments: one chunk's part of the inverse, sizes and the scale, base 2."""
     bounds = inverse.bounds[chunk * inverse.keys :]
-    return dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
-
-
-def _numbers(q: Tensor, part: Part, inverse: Inverse, call: Call, slots: Slots) -> dict[str, Any]:
-    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=call.offset) | call.bounds(q)
-    rows = dict(first_row=slots.rows.first, skip=slots.rows.begin)
-    return sizes | rows | dict(blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
+    index = dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
+    sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=call.offset, first_row=slots.rows.first)
+    sizes |= dict(skip=slots.rows.begin, blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
+    return index | call.bounds(q) | sizes | dict(scale2=call.scale * LOG2_E)
 
 
 def _constants(q: Tensor, part: Part, tile: Tile, call: Call) -> dict[str, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..call import Call, Part
 from ..runtime.launch import launch
-from ..runtime.tiles import Tile, arch, ceil_div, multiprocessors
+from ..runtime.tiles import Tile, arch, ceil_div
 from ..runtime.tma import Tiled
 from .ranges import BOTH, SLC_ALONE, WIN_ALONE, compressed_keys, shared_keys, within
 
@@ -255,17 +256,14 @@ def fits(q: Tensor, parts: Sequence[Part], *others: Tensor) -> bool:
     if not (arch(q) == 90 and q.itemsize == 2 and group in (4, 8, 16)):
         return False
     tensors = [q, *others, *(x for part in parts for x in (part.k, part.v))]
-    return all(x.shape[-1] == 128 and _is_aligned(x) for x in tensors)
+    # Copies are of 16 bytes; fake tensors count as aligned.
+    aligned = (x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0) for x in tensors)
+    return all(x.shape[-1] == 128 for x in tensors) and all(aligned)
 
 
 def attends_to_all(q: Tensor, parts: Sequence[Part], call: Call, *others: Tensor) -> bool:
     """Whether these fit, all branches are on, and window and selected branch share keys, as in `band`."""
     return call.shared and not call.packed and len(parts) == 3 and fits(q, parts, *others)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Whether x is not empty and aligned for copies of 16 bytes. Fake tensors count as aligned."""
-    return x.numel() > 0 and (isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0)
 
 
 def start(
@@ -299,5 +297,6 @@ def start_tiles(
     heads = q.shape[0] * sizes["HKV"]
     tiled = {name: Tiled(arguments[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
     tiled |= {name: Tiled(arguments[name], ROWS.value // group, group) for name in by_rows}
-    programs = min(multiprocessors(q), ceil_div(q.shape[1], tile.rows // group) * heads)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132  # H100's
+    programs = min(processors, ceil_div(q.shape[1], tile.rows // group) * heads)
     start(kernel, (programs,), dict(arguments) | tiled | dict(heads=heads), sizes, tile, registers, stage=stage)

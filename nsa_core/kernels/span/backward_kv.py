@@ -307,30 +307,19 @@ def _launch_parts(
     numbers = dict(S=q.shape[1], N=tokens, T=k.shape[1], begin=begin, offset=call.offset)
     numbers |= dict(rows=batch * places * tokens, stride=stats.stride(0))
     scales = dict(scale2=call.scale * LOG2_E, scale=call.scale)
-    sizes = ranges.sizes(call.config)
+    sizes, wide = ranges.sizes(call.config), widest(q, v)
     del sizes["INIT"]
     on = dict(CMP="cmp" in branches, WIN="win" in branches, SLC="slc" in branches)
-    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys) | on | sizes
-    constants |= dict(HELD=_held(q, v, on["CMP"]), VARLEN=call.packed)
+    constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, VARLEN=call.packed) | on | sizes
+    # Hopper's products would read keys and values from shared memory each time: they stay in registers that are left.
+    has_registers = q.itemsize < 4 and arch(q) >= 90 and wide <= 128
+    constants |= dict(HELD=(1 if wide == 128 else 2 * on["CMP"]) if has_registers else 0)
     tiles, name = ceil_div(tokens, tile.keys) * places, stage(branches, "_backward_kv")
     if call.packed and branches:
         tiles = call.tiles(q.shape[1], tile.keys * (call.config.cmp_stride if on["CMP"] else 1), 1)
     grid = tiles, batch * kv_heads, chunks
     launch(_span_backward_kv, grid, pointers | call.bounds(q) | numbers | scales, constants, tile, stage=name)
     return dk, dv
-
-
-def _held(q: Tensor, v: Tensor, compressed: bool) -> int:
-    """1 if keys stay in registers, 2 if keys and values do, else 0.
-
-    They do on Hopper where registers are left; its products would read them from shared memory each time.
-    """
-    wide = widest(q, v)
-    if q.itemsize == 4 or arch(q) < 90 or wide > 128:
-        return 0
-    if wide == 128:
-        return 1
-    return 2 if compressed else 0
 
 
 def _tile(q: Tensor, v: Tensor) -> Tile:

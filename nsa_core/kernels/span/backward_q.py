@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import Call, Part
-from ..runtime.launch import launch
 from ..runtime.tiles import Tile, arch, widest
 from ..shared import hopper
 from ..shared.ranges import (
@@ -31,7 +30,7 @@ from ..shared.ranges import (
     within,
 )
 from . import backward_q_hopper
-from .forward import constants, grid, numbers, pointers, stage
+from .forward import launch_spans, span_arguments, span_constants
 
 
 @triton.jit
@@ -148,24 +147,15 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call
             as one.
     """
     dq = torch.empty_like(q)
-    rows = {part.branch: {"STATS": stats[way]} for way, part in enumerate(parts)}
-    arguments = dict(Q=q, DO=do, DQ=dq) | pointers(parts, rows, ("STATS",), q) | numbers(q, parts, call)
+    rows = {part.branch: dict(STATS=stats[way]) for way, part in enumerate(parts)}
+    arguments = dict(Q=q, DO=do, DQ=dq) | span_arguments(q, parts, rows, call)
     arguments |= dict(stride=stats[0].numel(), scale=call.scale)
     if hopper.attends_to_all(q, parts, call, do):
-        tile = backward_q_hopper.TILE
-        backward_q_hopper.start(arguments, constants(q, parts, tile, call))
-        return dq
-    tile = _tile(q, parts, call.packed).holding(q.shape[2] // parts[0].k.shape[2])
-    arguments |= call.bounds(q)
-    sizes = constants(q, parts, tile, call) | dict(VARLEN=call.packed)
-    name = stage(call.branches, "_backward_q")
-    launch(_span_backward_q, grid(q, parts, tile, call), arguments, sizes, tile, stage=name)
+        backward_q_hopper.start(arguments, span_constants(q, parts, backward_q_hopper.TILE, call))
+    else:
+        tile = _tile(q, parts, call.packed).holding(q.shape[2] // parts[0].k.shape[2])
+        launch_spans(_span_backward_q, parts, arguments, {}, tile, call, "_backward_q")
     return dq
-
-
-def _are_long(parts: Sequence[Part]) -> bool:
-    """Whether there are so many compressed keys that wider tiles pay, which take longer to start."""
-    return any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
 
 
 def _tile(q: Tensor, parts: Sequence[Part], packed: bool) -> Tile:
@@ -177,7 +167,9 @@ def _tile(q: Tensor, parts: Sequence[Part], packed: bool) -> Tile:
     if arch(q) < 90:
         return Tile(64, 64, 4, 2) if wide <= 64 else Tile(128, 64, 8, 2)
     if wide <= 64:
-        return Tile(64, 64, 4, 3, registers=168) if _are_long(parts) else Tile(64, 32, 4, 3, registers=128)
+        # Wider tiles take longer to start, and pay where there are many compressed keys.
+        are_long = any(part.branch == "cmp" and part.k.shape[1] >= 3072 for part in parts)
+        return Tile(64, 64, 4, 3, registers=168) if are_long else Tile(64, 32, 4, 3, registers=128)
     group = q.shape[2] // parts[0].k.shape[2]
     if group > 1 and 128 % group == 0 and not (packed and group >= 16):
         return Tile(128, 32, 8, 3, registers=128)  # others spill more than aot allows

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -229,8 +230,8 @@ def attend_spans(
     summed = gates is not None and hopper.attends_to_all(q, parts, call)
     own = parts[:-1] if summed else parts
     results = [q.new_empty(*q.shape[:3], part.v.shape[-1]) for part in own]
-    lses = [_like_lse(q) for _ in own]
-    outputs = {part.branch: {"O": o, "LSE": lse} for part, o, lse in zip(own, results, lses, strict=True)}
+    lses = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in own]
+    outputs = {part.branch: dict(O=o, LSE=lse) for part, o, lse in zip(own, results, lses, strict=True)}
     if summed:
         outputs["win"] = outputs["slc"]  # placeholders of the right types, never written
     _launch_forward(q, parts, outputs, call, has_v=True, gates=gates if summed else None)
@@ -239,8 +240,8 @@ def attend_spans(
 
 def log_sum_exp(q: Tensor, k_cmp: Tensor, call: Call) -> Tensor:
     """Base-2 log-sum-exp of every query's scores over compressed keys [B,N,HKV,D]: float32 [B,S,HQ]."""
-    lse = _like_lse(q)
-    _launch_forward(q, [Part("cmp", k_cmp, k_cmp)], {"cmp": {"O": q, "LSE": lse}}, call, has_v=False)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _launch_forward(q, [Part("cmp", k_cmp, k_cmp)], {"cmp": dict(O=q, LSE=lse)}, call, has_v=False)
     return lse
 
 
@@ -249,82 +250,69 @@ def _launch_forward(
     gates: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel that fits; `gates`: those by which cmp and win are summed, if they are."""
-    arguments = dict(Q=q) | pointers(parts, outputs, ("O", "LSE"), q) | numbers(q, parts, call)
+    arguments = dict(Q=q) | span_arguments(q, parts, outputs, call)
     if hopper.attends_to_all(q, parts, call):
-        forward_hopper.start(arguments, constants(q, parts, forward_hopper.TILE, call), gates)
+        forward_hopper.start(arguments, span_constants(q, parts, forward_hopper.TILE, call), gates)
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
-    late = tile.warps if _rescales_late(q, parts) else 0
-    arguments |= call.bounds(q)
-    sizes = constants(q, parts, tile, call) | dict(HAS_V=has_v, LATE=late, VARLEN=call.packed)
-    launch(_span_forward, grid(q, parts, tile, call), arguments, sizes, tile, stage=stage(call.branches))
+    is_late = arch(q) == 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128  # it pays for wide rows
+    constants = dict(HAS_V=has_v, LATE=tile.warps if is_late else 0)
+    launch_spans(_span_forward, parts, arguments, constants, tile, call)
 
 
-_STAGES: dict[Branch, str] = {"cmp": "compressed", "win": "window", "slc": "forced"}
+# By branch: the suffix of kernel arguments, and the stage.
+_NAMES: dict[Branch, tuple[str, str]] = {"cmp": ("C", "compressed"), "win": ("W", "window"), "slc": ("S", "forced")}
 
 
 @cache
 def stage(branches: tuple[Branch, ...], direction: str = "") -> str:
     """Stage of a launch over the spans of `branches`, or over the initial blocks alone if there are none."""
-    return ("_".join(name for branch, name in _STAGES.items() if branch in branches) or "forced") + direction
+    return ("_".join(name for branch, (_, name) in _NAMES.items() if branch in branches) or "forced") + direction
 
 
-_SUFFIX: dict[Branch, str] = {"cmp": "C", "win": "W", "slc": "S"}
+def span_arguments(
+    q: Tensor, parts: Sequence[Part], tensors: Mapping[Branch, Mapping[str, Tensor]], call: Call
+) -> dict[str, Any]:
+    """Kernel arguments: keys, values and the named `tensors` of every branch; lengths, positions and the scale, base 2.
 
-
-def pointers(
-    parts: Sequence[Part], rows: Mapping[Branch, Mapping[str, Tensor]], names: tuple[str, ...], absent: Tensor
-) -> dict[str, Tensor]:
-    """Kernel arguments: keys, values and the named tensors of every branch.
-
-    Args:
-        rows: each branch's tensors by name.
-        absent: placeholder for the tensors of branches that are off.
+    q is the placeholder for the tensors of branches that are off.
     """
-    found: dict[str, Tensor] = {}
-    given = {part.branch: {"K": part.k, "V": part.v} | dict(rows[part.branch]) for part in parts}
-    for branch, suffix in _SUFFIX.items():
-        for name in ("K", "V", *names):
-            found[name + suffix] = given[branch][name] if branch in given else absent
-    return found
+    given = {part.branch: dict(K=part.k, V=part.v) | tensors[part.branch] for part in parts}
+    names = given[parts[0].branch]
+    found: dict[str, Any] = {
+        name + suffix: given[branch][name] if branch in given else q
+        for branch, (suffix, _) in _NAMES.items()
+        for name in names
+    }
+    tokens = {part.branch: part.k.shape[1] for part in parts}
+    skip = call.causal_rows(q.shape[1]) if "slc" in tokens else 0
+    found |= dict(S=q.shape[1], NC=tokens.pop("cmp", 0), T=next(iter(tokens.values()), 0))
+    return found | dict(offset=call.offset, skip=skip, scale2=call.scale * LOG2_E)
 
 
-def numbers(q: Tensor, parts: Sequence[Part], call: Call) -> dict[str, float]:
-    """Kernel arguments: lengths, positions and the scale, base 2."""
-    compressed = [part.k.shape[1] for part in parts if part.branch == "cmp"]
-    tokens = [part.k.shape[1] for part in parts if part.branch != "cmp"]
-    sizes = dict(S=q.shape[1], NC=compressed[0] if compressed else 0, T=tokens[0] if tokens else 0)
-    places = dict(offset=call.offset, skip=_early_rows(q, parts, call))
-    return sizes | places | dict(scale2=call.scale * LOG2_E)
-
-
-def constants(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> dict[str, int]:
+def span_constants(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> dict[str, int]:
     """Kernel constants: head sizes, the tile, branches that are on, and block sizes."""
     names = {part.branch for part in parts}
     on = dict(CMP="cmp" in names, WIN="win" in names, SLC="slc" in names, SHARED=call.shared)
     return head_sizes(q, parts[0].v) | dict(M=tile.rows, BN=tile.keys) | on | ranges.sizes(call.config)
 
 
-def grid(q: Tensor, parts: Sequence[Part], tile: Tile, call: Call) -> tuple[int, int]:
-    """(tiles of rows, sequences x kv heads); rows that select every block and later ones are in separate tiles."""
-    kv_heads, skip = parts[0].k.shape[2], _early_rows(q, parts, call)
+def launch_spans(
+    kernel: object, parts: Sequence[Part], arguments: dict[str, Any], constants: dict[str, int], tile: Tile, call: Call,
+    direction: str = "",
+) -> None:  # fmt: skip
+    """Launch over tiles of rows, and sequences x kv heads; rows that select every block share no tile with later ones.
+
+    Args:
+        arguments, constants: Q and `span_arguments`, and constants besides `span_constants`.
+    """
+    q, kv_heads, skip = arguments["Q"], parts[0].k.shape[2], arguments["skip"]
     rows = tile.rows // (q.shape[2] // kv_heads)
+    grid = ceil_div(skip, rows) + ceil_div(q.shape[1] - skip, rows), q.shape[0] * kv_heads
     if call.packed:
-        return call.tiles(q.shape[1], rows, 2), kv_heads
-    return ceil_div(skip, rows) + ceil_div(q.shape[1] - skip, rows), q.shape[0] * kv_heads
-
-
-def _early_rows(q: Tensor, parts: Sequence[Part], call: Call) -> int:
-    return call.causal_rows(q.shape[1]) if any(part.branch == "slc" for part in parts) else 0
-
-
-def _like_lse(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-
-
-def _rescales_late(q: Tensor, parts: Sequence[Part]) -> bool:
-    """Whether sums are rescaled late (shared/rescale.py), which pays for wide rows."""
-    return arch(q) == 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128
+        grid = call.tiles(q.shape[1], rows, 2), kv_heads
+    constants = span_constants(q, parts, tile, call) | constants | dict(VARLEN=call.packed)
+    launch(kernel, grid, arguments | call.bounds(q), constants, tile, stage=stage(call.branches, direction))
 
 
 def _tile(q: Tensor, parts: Sequence[Part]) -> Tile:

@@ -73,32 +73,21 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
         targets: as those of `forward`, [N].
         rows: rows of x whose logits are held at a time.
     """
-    total, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x)
-    dweight: Tensor | None = None
+    total, dx, dweight = x.new_zeros((), dtype=torch.float32), torch.empty_like(x), None
     for part, wanted, dpart in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
         loss, dlogits = forward(part @ weight.T, wanted)
         total += loss.sum()
-        dweight = _plus_product(dweight, dlogits.T, part)
+        if not x.is_cuda:  # where no product has another dtype than its factors
+            product = (dlogits.T @ part).float()
+            dweight = product if dweight is None else dweight.add_(product)
+        elif dweight is None:
+            dweight = torch.mm(dlogits.T, part, out_dtype=torch.float32)
+        else:
+            torch.addmm(dweight, dlogits.T, part, out_dtype=torch.float32, out=dweight)
         torch.mm(dlogits, weight, out=dpart)
         del dlogits  # before the next logits are taken
     assert dweight is not None, "split gives one part at least"
     return total, dx, dweight
-
-
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total` + a · b in float32, in place; the product alone if `total` is None.
-
-    Args:
-        total: [n,m], float32.
-        a: [n,k].
-        b: [k,m], of a's dtype.
-    """
-    if not a.is_cuda:  # where no product has another dtype than its factors
-        product = (a @ b).float()
-        return product if total is None else total.add_(product)
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

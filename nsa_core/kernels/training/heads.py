@@ -19,7 +19,7 @@ from ..runtime.tiles import Tile, ceil_div, power_of_two
 
 __all__ = ["split_heads"]
 
-_TILE = Tile(rows=32, warps=4)
+_ROWS = 32  # a program
 
 
 @triton.jit
@@ -77,48 +77,41 @@ def _heads(
         tl.store(GATES + apart, tl.sigmoid(x).to(GATES.dtype.element_ty), mask=inside)
 
 
-def split_heads(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
+def forward(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
     """Rotated q [B,S,HQ,D]; keys of cmp, slc, win, the last two rotated, and values [B,S,HKV,D]; gates [B,S,HQ,3].
-
-    Differentiable in y and bias.
 
     Args:
         y: [B,S,.], columns of q, three keys, three values, logits of the gates, and up to 7 of padding.
         bias: the gates' bias, [3·HQ].
         cos, sin: cosine and sine of RoPE's angles, float32 [S,1,D/2].
     """
-    return _operator(y, bias, cos, sin, heads, kv_heads)
-
-
-def forward(y: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
-    """Heads and gates, as `split_heads`, without a gradient."""
     y, dim = y.contiguous(), 2 * cos.shape[-1]
     q, gates = (y.new_empty(*y.shape[:2], heads, width) for width in (dim, 3))
     apart = [q, *(y.new_empty(*y.shape[:2], kv_heads, dim) for _ in range(6)), gates]
-    _run(y, bias.to(y.dtype), cos, sin, apart, False)
+    _launch(y, bias.to(y.dtype), cos, sin, apart, False)
     return apart
 
 
 def backward(grads: list[Tensor], gates: Tensor, cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Gradients of y [B,S,width] and of bias, in y's dtype, from those of the results and the result `gates`."""
     dy, columns = gates.new_empty(*gates.shape[:2], width), gates.shape[2] * gates.shape[3]
-    _run(dy, gates, cos, sin, [x.contiguous() for x in grads], True)
+    _launch(dy, gates, cos, sin, [x.contiguous() for x in grads], True)
     dgates = dy[..., sum(x.shape[2] * x.shape[3] for x in grads[:-1]) :][..., :columns]
     return dy, dgates.sum((0, 1), dtype=torch.float32).to(dy.dtype)
 
 
-def _run(y: Tensor, other: Tensor, cos: Tensor, sin: Tensor, apart: list[Tensor], is_backward: bool) -> None:
+def _launch(y: Tensor, other: Tensor, cos: Tensor, sin: Tensor, apart: list[Tensor], is_backward: bool) -> None:
     names = ("Q", "K1", "K2", "K3", "V1", "V2", "V3", "GATES")
     pointers = dict(Y=y, OTHER=other, COS=cos, SIN=sin) | dict(zip(names, apart, strict=True))
     heads, half, total = apart[0].shape[2], cos.shape[-1], y.shape[0] * y.shape[1]
     numbers = dict(total=total, S=y.shape[1])
     sizes = dict(HQ=heads, HKV=apart[1].shape[2], HALF=half, HALFP=power_of_two(half), GP=power_of_two(3 * heads + 7))
     # The width is a constant: it is a multiple of 8, and of run-time numbers Triton exploits multiples of 16 alone.
-    constants = sizes | dict(W=y.shape[2], M=_TILE.rows, BACKWARD=is_backward)
-    launch(_heads, (ceil_div(total, _TILE.rows),), pointers | numbers, constants, _TILE, stage="heads")
+    constants = sizes | dict(W=y.shape[2], M=_ROWS, BACKWARD=is_backward)
+    launch(_heads, (ceil_div(total, _ROWS),), pointers | numbers, constants, Tile(warps=4), stage="heads")
 
 
-_operator = operator("split_heads")(forward)
+split_heads = operator("split_heads")(forward)  # differentiable in y and bias
 _backward_operator = operator("split_heads_backward")(backward)
 
 
@@ -133,4 +126,4 @@ def _grad(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     return dy, dbias.to(ctx.bias), None, None, None, None
 
 
-_operator.register_autograd(_grad, setup_context=_keep)
+split_heads.register_autograd(_grad, setup_context=_keep)

@@ -19,7 +19,6 @@ from ..runtime.tiles import Tile, ceil_div
 
 __all__ = ["swiglu"]
 
-_TILE = Tile(warps=4)
 _PROGRAM = 1024  # outputs a program
 
 
@@ -57,16 +56,11 @@ def _swiglu_backward(X, DOUT, DX, total, HIDDEN: tl.constexpr, N: tl.constexpr):
     tl.store(DX + at + HIDDEN, (dout * gate * share).to(DX.dtype.element_ty), mask=inside)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype, by float32; differentiable."""
-    return _operator(x)
-
-
 def forward(x: Tensor) -> Tensor:
-    """Product, as `swiglu`, without a gradient."""
+    """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype, by float32."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _run(_swiglu, {"X": x, "OUT": out}, out, "swiglu")
+    _launch(_swiglu, {"X": x, "OUT": out}, out, "swiglu")
     return out
 
 
@@ -74,16 +68,17 @@ def backward(x: Tensor, dout: Tensor) -> Tensor:
     """Gradient of x [..,2·hidden] from that of the result [..,hidden]."""
     x, dout = x.contiguous(), dout.contiguous()
     dx = torch.empty_like(x)
-    _run(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout, "swiglu_backward")
+    _launch(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout, "swiglu_backward")
     return dx
 
 
-def _run(kernel: object, pointers: dict[str, Tensor], halves: Tensor, stage: str) -> None:
+def _launch(kernel: object, pointers: dict[str, Tensor], halves: Tensor, stage: str) -> None:
+    """Launch over the numbers of `halves`, which have half of x's columns."""
     total, constants = halves.numel(), dict(HIDDEN=halves.shape[-1], N=_PROGRAM)
-    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, constants, _TILE, stage=stage)
+    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, constants, Tile(warps=4), stage=stage)
 
 
-_operator = operator("swiglu")(forward)
+swiglu = operator("swiglu")(forward)  # differentiable
 _backward_operator = operator("swiglu_backward")(backward)
 
 
@@ -95,4 +90,4 @@ def _grad(ctx: Any, dout: Tensor) -> Tensor:
     return _backward_operator(*ctx.saved_tensors, dout)
 
 
-_operator.register_autograd(_grad, setup_context=_keep)
+swiglu.register_autograd(_grad, setup_context=_keep)

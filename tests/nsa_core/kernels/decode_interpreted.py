@@ -154,7 +154,7 @@ def test_ties_go_to_the_lower_index_in_one_chunk_or_in_many(monkeypatch):
     want = select_blocks(q[:, None], cache.k_slc.values(), SMALL, k_cmp=cache.k_cmp.values(), backend="reference")
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
     cache.position -= 1
-    monkeypatch.setattr(step._Chunks, "of", lambda config, room: step._Chunks(3, 16, 16, 2))
+    monkeypatch.setattr(step, "_chunks", lambda config, room: (3, 16, 16))
     assert torch.equal(chosen_by_kernels(cache, q), want[:, 0])
 
 

@@ -175,15 +175,16 @@ def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest):
 
 
 def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch):
-    from nsa_core.kernels import attention, scores
+    from nsa_core.kernels import scores
     from nsa_core.kernels.runtime import replay
+    from nsa_core.kernels.selected import inverse
 
     case = make_case(85, 4, 2, batch=2)
     whole = run(case.leaves, config, "triton")
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
     for rows in (8, 33, 42):  # of 21 a sequence and kv head: within one, beyond one, two
-        monkeypatch.setattr(attention, "slot_rows", lambda q, kv_heads, dim, free, rows=rows: rows)
-        replay.forget()
+        monkeypatch.setattr(inverse, "slot_rows", lambda q, kv_heads, dim, free, rows=rows: rows)
+        replay.kept.cache_clear()
         for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 

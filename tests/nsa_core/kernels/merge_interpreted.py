@@ -69,14 +69,14 @@ def test_packed_slots_are_summed(packed_and_plain):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_packed_slots_are_merged(packed_and_plain, keeps):
     from nsa_core.kernels.call import Call
-    from nsa_core.kernels.merge import gated_sum_with_slots
+    from nsa_core.kernels.merge import gated_sum
 
     call = Call(NSAConfig(), BRANCHES, 0, 1.0, keeps=keeps)
     outputs, gates, lse = torch.randn(3, 2, 6, 4, 128), torch.rand(2, 6, 4, 3), torch.randn(2, 6, 4)
     results = []
     for slots in packed_and_plain:
         given, lses, out = [x.clone() for x in outputs], lse.clone(), torch.zeros(2, 6, 4, 128)
-        gated_sum_with_slots(given, 1, lses, gates, out, slots, call)
+        gated_sum(given, gates, out, slots.rows, slots, 1, lses, call)
         results.append([*given, lses, out])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)

@@ -27,7 +27,7 @@ TABLE = Path(__file__).with_name("compiled_kernels.csv")
 @pytest.fixture(scope="module")
 def kernels() -> set[str]:
     """Kernels of the package: its Triton functions except for those that only other Triton functions call."""
-    from nsa_core.kernels.aot.resources import functions_named
+    from nsa_core.kernels.aot.resources import globals_named, unwrapped
 
     modules = [import_module(found.name) for found in walk_packages(import_module(PACKAGE).__path__, f"{PACKAGE}.")]
     device, host = set[FunctionType](), set[FunctionType]()
@@ -38,7 +38,10 @@ def kernels() -> set[str]:
                     device.add(x.fn)
                 elif isinstance(x, FunctionType):
                     host.add(x)
-    launched, called = ({f for x in functions for f in functions_named(x)} & device for functions in (host, device))
+    launched, called = (
+        {unwrapped(x) for f in functions for _, x in globals_named(f.__code__, f) if unwrapped(x) in device}
+        for functions in (host, device)
+    )
     return {f"{f.__module__.removeprefix(f'{PACKAGE}.')}.{f.__name__}" for f in device - (called - launched)}
 
 
