@@ -161,11 +161,6 @@ def _sum_dq(
 
 
 @triton.jit
-def _store_stats(STATS, i, lse, delta, ok):
-    tl.store(STATS + i[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(lse, delta), mask=ok[:, None])
-
-
-@triton.jit
 def _prepare(
     O1, O2, O3, LSE1, LSE2, LSE3, GATES, DO, DGATES, STATS, total,
     WAYS: tl.constexpr, SHARED: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, M: tl.constexpr,
@@ -190,7 +185,8 @@ def _prepare(
         g = tl.load(GATES + i * WAYS + way, mask=ok, other=0.0).to(tl.float32)
         tl.store(DGATES + i * WAYS + way, delta.to(DGATES.dtype.element_ty), mask=ok)
         shifted = tl.load(lse + i, mask=ok, other=0.0) - tl.log2(g)
-        _store_stats(STATS, way * tl.cast(total, tl.int64) + i, shifted, delta, ok)
+        to = STATS + (way * tl.cast(total, tl.int64) + i)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(to, tl.join(shifted, delta), mask=ok[:, None])
         if SHARED and way == WAYS - 1:
             # NaN, of a gate below 0, wins over inf, of a gate of 0, which stands for no gradient.
             least = tl.minimum(shifted, shifted_before, propagate_nan=tl.PropagateNan.ALL)
@@ -198,7 +194,8 @@ def _prepare(
             before = tl.where(least < float("inf"), tl.exp2(least - shifted_before), 1.0)
             mean = (weight * delta + before * delta_before) / (weight + before)
             both = least - tl.log2(weight + before)
-            _store_stats(STATS, WAYS * tl.cast(total, tl.int64) + i, both, mean, ok)
+            to = STATS + (WAYS * tl.cast(total, tl.int64) + i)[:, None] * 2 + tl.arange(0, 2)[None, :]
+            tl.store(to, tl.join(both, mean), mask=ok[:, None])
         shifted_before, delta_before = shifted, delta
 
 

@@ -6,7 +6,7 @@ per query; here a block is read once per work item, and its queries, with all he
 price is a slot for each (query, free rank): the forward writes normalised outputs and their log-sum-exps, merged in
 rank order by merge.py; the backward writes parts of dq, and sums parts of dk and dv over a block's work items in order.
 Queries go in chunks, which bounds the slots. Slots are stored evict-first, so that queries, which other blocks read
-again, stay in the cache. Hopper has kernels of its own (forward_hopper.py, backward_hopper.py), whose slots are packed.
+again, stay in the cache. Hopper has kernels of its own (selected_hopper.py), whose slots are packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, padded, widest
 from ..shared import hopper
 from ..shared.ranges import block_of_keys, load_rows, load_stats
-from . import backward_hopper, forward_hopper
+from . import selected_hopper
 from .inverse import PARTS_OF_INDEX, Inverse, work_item
 
 
@@ -234,7 +234,7 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
     constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
-        forward_hopper.start((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
+        selected_hopper.start_forward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
     else:
         constants |= dict(AHEAD=ahead)
         launch(_selected_forward, (inverse.limit,), arguments, constants, tile, stage="selected")
@@ -260,7 +260,7 @@ def backward_chunk(
     arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
     constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
-        backward_hopper.start((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
+        selected_hopper.start_backward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
     else:
         # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
         # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.

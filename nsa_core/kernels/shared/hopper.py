@@ -85,21 +85,9 @@ def band_tiles(slot, t0, t1, BN: gl.constexpr, sizes: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(group, LAYOUT: gl.constexpr):
-    """Indices of a warpgroup's rows within the program's tile."""
-    return anew(group * ROWS + gl.arange(0, ROWS, layout=LAYOUT))
-
-
-@gluon.jit
-def all_tiles(S, heads, BQ: gl.constexpr):
-    """Number of tiles of rows of all heads; program p of P takes tiles p, p + P, p + 2 P, .."""
-    return gl.cdiv(S, BQ) * heads
-
-
-@gluon.jit
 def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
     """(sequence, first row, kv head) of a tile; tiles go head by head, longest spans first."""
-    tiles = all_tiles(S, 1, BQ)
+    tiles = gl.cdiv(S, BQ)
     head = tile // tiles
     return head // HKV, (tiles - 1 - tile % tiles) * BQ, head % HKV
 
@@ -107,7 +95,7 @@ def tile_of_heads(tile, S, BQ: gl.constexpr, HKV: gl.constexpr):
 @gluon.jit
 def rows_at(b, i, kvh, group, S, HQ: gl.constexpr, G: gl.constexpr, ROW: gl.constexpr):
     """(index in [B,S,HQ], whether the row exists) of a warpgroup's rows of a tile."""
-    r = rows_of(group, ROW)  # 32 bits suffice: a row of q has 256 bytes
+    r = anew(group * ROWS + gl.arange(0, ROWS, layout=ROW))  # 32 bits suffice: a row of q has 256 bytes
     return (b * S + i) * HQ + kvh * G + (r // G * HQ + r % G), i + r // G < S
 
 
@@ -121,7 +109,7 @@ def seen(slot, group, t, t1, G: gl.constexpr, BN: gl.constexpr, ROW: gl.constexp
     """
     own = t + group * (ROWS // G)
     last = gl.minimum(own + (ROWS // G - 1), t1)
-    span = band(slot, t + rows_of(group, ROW) // G, sizes)
+    span = band(slot, t + anew(group * ROWS + gl.arange(0, ROWS, layout=ROW)) // G, sizes)
     lo1, end1 = band(slot, last, sizes)
     _, end0 = band(slot, own, sizes)
     key, tiles = band_tiles(slot, t, t1, BN, sizes)
@@ -221,7 +209,7 @@ def produce(
     """
     keys, keys_full, keys_empty, values, values_full, values_empty = rings
     BN: gl.constexpr = keys.shape[1]
-    first, stop, step = gl.program_id(0), all_tiles(S, heads, BQ), gl.num_programs(0)
+    first, stop, step = gl.program_id(0), gl.cdiv(S, BQ) * heads, gl.num_programs(0)
     g, turn = S * 0, S * 0
     _fetch_all(given, turn, first, S, BQ, HKV)
     for tile in range(first, stop, step):

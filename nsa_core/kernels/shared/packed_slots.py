@@ -24,13 +24,12 @@ _RUNS = gl.constexpr(16)
 _HIGH = gl.constexpr(0x4B000000)  # 2^23 as float32: adding an integer puts it in the low mantissa bits
 _ZERO = gl.constexpr(8390656.0)  # 2^23 + 2048: the integer 0
 _NAN = gl.constexpr(tl.PropagateNan.ALL)
-
-
-@triton.constexpr_function
-def _by_run():
-    """Layout of words [64,16] of a warpgroup's rows: a thread holds the four runs of its block."""
-    in_warp = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], in_warp, [[16, 0], [32, 0]], [], [64, 16])
+# Layout of words [64,16] of a warpgroup's rows: a thread holds the four runs of its block.
+_BY_RUN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
 
 
 @gluon.jit
@@ -44,7 +43,7 @@ def store_packed(x, factor, PARTS, EXPONENTS, slot, ok):
 
     PARTS int32 [rows,WORDS], EXPONENTS int32 [rows]. If one number is not finite, its whole block becomes non-finite.
     """
-    RUN: gl.constexpr = _by_run()
+    RUN: gl.constexpr = _BY_RUN
     blocks = x.reshape([64, 4, 4, 4, 2]).permute([0, 3, 1, 2, 4]).reshape([64, 4, 32])
     largest = gl.reduce(gl.abs(blocks), 2, _larger)
     BLOCK: gl.constexpr = largest.type.layout

@@ -71,33 +71,25 @@ def shared_keys(
 
 
 @triton.jit
-def compressed_queries(n, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """Queries that see compressed key n."""
-    return n * STRIDE + (BLOCK - 1), n * 0 + _NEVER
-
-
-@triton.jit
-def window_queries(n, WINDOW: tl.constexpr):
-    """Queries that see key n in their window."""
-    return n, n + WINDOW
-
-
-@triton.jit
-def initial_queries(n, CAUSAL: tl.constexpr):
-    """Queries that see key n of the initial blocks in `initial_keys`."""
-    return n * 0 + CAUSAL, n * 0 + _NEVER
-
-
-@triton.jit
-def local_queries(n, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
-    """Queries that see key n in `local_keys`."""
-    last = tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
-    return n, tl.where(n < CAUSAL, tl.maximum(last, CAUSAL), last)
+def branch_queries(
+    n, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Queries that see key n in the branch that is on (SLC: in `local_keys`); if none is, in `initial_keys`."""
+    if CMP:
+        return n * STRIDE + (BLOCK - 1), n * 0 + _NEVER
+    elif WIN:  # noqa: RET505  Triton compiles what follows a return, too
+        return n, n + WINDOW
+    elif SLC:
+        last = tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
+        return n, tl.where(n < CAUSAL, tl.maximum(last, CAUSAL), last)
+    else:
+        return n * 0 + CAUSAL, n * 0 + _NEVER
 
 
 @triton.jit
 def shared_queries(n, kind, WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
-    """Queries that see key n in SLC_ALONE (without `initial_queries`), WIN_ALONE or BOTH."""
+    """Queries that see key n in SLC_ALONE (without the initial blocks), WIN_ALONE or BOTH."""
     near, last = n + WINDOW, tl.maximum(n // ALIGN * ALIGN + LOCAL, n)
     choosing = tl.maximum(last, CAUSAL)  # the first choosing query that sees the key in the window alone
     both = tl.where(near < CAUSAL, near, tl.where(n < CAUSAL, choosing, last))

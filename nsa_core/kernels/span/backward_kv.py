@@ -17,17 +17,14 @@ from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, arch, ceil_div, head_sizes, widest
 from ..shared import ranges
 from ..shared.ranges import (
-    compressed_queries,
+    branch_queries,
     compressed_tokens,
     in_registers,
-    initial_queries,
     load_rows,
     load_stats,
-    local_queries,
     row_tiles,
     sequence_of,
     shared_queries,
-    window_queries,
     within,
 )
 from .forward import stage
@@ -82,22 +79,6 @@ def _backward_band(
     return _backward_tiles(
         c - (b - a), stop, c, b - c, stop, k, v, dk, dv, lo, length, Q, DO, STATS, offset, scale2,
         HQ, G, D, DV, DP, DVP, M, True)  # fmt: skip
-
-
-@triton.jit
-def _queries(
-    n, CMP: tl.constexpr, WIN: tl.constexpr, SLC: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    WINDOW: tl.constexpr, ALIGN: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Band of queries that see key n in the branch that is on; as a key of the initial blocks if none is."""
-    if CMP:
-        return compressed_queries(n, BLOCK, STRIDE)
-    elif WIN:  # noqa: RET505  Triton compiles what follows a return, too
-        return window_queries(n, WINDOW)
-    elif SLC:
-        return local_queries(n, ALIGN, LOCAL, CAUSAL)
-    else:
-        return initial_queries(n, CAUSAL)
 
 
 @triton.jit
@@ -176,9 +157,9 @@ def _span_backward_kv(
                 s0, s1, Q, DO, of_kind, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
     else:
         dk, dv = _backward_band(
-            k, v, dk, dv, _queries(n, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
-            _queries(n0, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
-            _queries(n1, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            k, v, dk, dv, branch_queries(n, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            branch_queries(n0, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
+            branch_queries(n1, CMP, WIN, SLC, BLOCK, STRIDE, WINDOW, ALIGN, LOCAL, CAUSAL),
             s0, s1, Q, DO, STATS, offset, scale2, HQ, G, D, DV, DP, DVP, M)  # fmt: skip
     out = (c.to(tl.int64) * rows + out0 + n0) * HKV + kvh
     at = DK + out * D + (n - n0)[:, None] * (HKV * D) + d[None, :]

@@ -2,7 +2,7 @@
 """Attention over spans of keys, gradient of queries, for all cards: a tile of queries meets all keys that it sees.
 
 A program goes through the spans of all branches that are on, so that the gradient of q is written once. Hopper has a
-kernel of its own for the common case (backward_q_hopper.py).
+kernel of its own for the common case (spans_hopper.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..shared.ranges import (
     window_keys,
     within,
 )
-from . import backward_q_hopper
+from . import spans_hopper
 from .forward import launch_spans, span_arguments, span_constants
 
 
@@ -151,7 +151,7 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call
     arguments = dict(Q=q, DO=do, DQ=dq) | span_arguments(q, parts, rows, call)
     arguments |= dict(stride=stats[0].numel(), scale=call.scale)
     if hopper.attends_to_all(q, parts, call, do):
-        backward_q_hopper.start(arguments, span_constants(q, parts, backward_q_hopper.TILE, call))
+        spans_hopper.start_backward(arguments, span_constants(q, parts, spans_hopper.BACKWARD_TILE, call))
     else:
         tile = _tile(q, parts, call.packed).holding(q.shape[2] // parts[0].k.shape[2])
         launch_spans(_span_backward_q, parts, arguments, {}, tile, call, "_backward_q")

@@ -4,7 +4,7 @@
 Spans are contiguous: all compressed keys before a query, its window, and the blocks that every query selects (the
 initial and local ones). A program holds one tile of queries and goes through the spans of all branches that are on, so
 that queries are read once; where the window and the selected branch share keys, their common keys are computed once.
-Hopper has a kernel of its own for the common case (forward_hopper.py).
+Hopper has a kernel of its own for the common case (spans_hopper.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..shared.ranges import (
     within,
 )
 from ..shared.rescale import later_maximum, rescaled
-from . import forward_hopper
+from . import spans_hopper
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def _launch_forward(
     """Launch the kernel that fits; `gates`: those by which cmp and win are summed, if they are."""
     arguments = dict(Q=q) | span_arguments(q, parts, outputs, call)
     if hopper.attends_to_all(q, parts, call):
-        forward_hopper.start(arguments, span_constants(q, parts, forward_hopper.TILE, call), gates)
+        spans_hopper.start_forward(arguments, span_constants(q, parts, spans_hopper.FORWARD_TILE, call), gates)
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     is_late = arch(q) == 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128  # it pays for wide rows

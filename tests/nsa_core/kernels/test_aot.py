@@ -52,7 +52,7 @@ def _is_triton(x: Any) -> bool:
 
 
 def test_kernels_are_told_from_the_functions_that_they_call(kernels: set[str]) -> None:
-    assert {"merge._merge", "decode.step._decode_window", "span.forward_hopper._all_spans_forward"} <= kernels
+    assert {"merge._merge", "decode.step._decode_window", "span.spans_hopper._all_spans_forward"} <= kernels
     assert not {"merge._slot", "decode.choose.best_of_chunk", "shared.ranges.load_rows"} & kernels
 
 
@@ -99,11 +99,11 @@ def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.Mo
     """A change of a constant that a called function names changes it; a comment, a docstring or a line do not."""
     from nsa_core.kernels.aot import resources
     from nsa_core.kernels.shared import hopper
-    from nsa_core.kernels.span import forward_hopper
+    from nsa_core.kernels.span import spans_hopper
 
     def text() -> str:
         resources._sources.cache_clear()
-        return str(resources._sources(forward_hopper._all_spans_forward))
+        return str(resources._sources(spans_hopper._all_spans_forward))
 
     before = text()
     source = resources.inspect.getsource
