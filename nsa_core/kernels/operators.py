@@ -3,8 +3,8 @@
 Takes tensors [B,S,H,D], strided or not, that functional.py checked, and a call; gives outputs that autograd
 differentiates and torch.compile traces. Checks no input, chooses no backend, and leaves the stages to attention.py.
 
-A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each, whose fake
-implementations are the real ones with the launches left out. Any other call goes through an autograd.Function, which
+A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each.
+ Any other call goes through an autograd.Function, which
 takes the host less time.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import custom_op
 
 from .._gradients import undifferentiable
 from .._inputs import positive
@@ -26,7 +27,6 @@ from . import attention, scores
 from . import compress as compression
 from .call import Call
 from .runtime import replay
-from .runtime.custom_op import operator
 from .span.forward import log_sum_exp
 from .warm import compile_layout
 
@@ -136,13 +136,7 @@ class _Attend(torch.autograd.Function):
     @undifferentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grads = replay.run(_backward, ctx.call, (do.contiguous(), *ctx.saved_tensors))
-        return None, None, None, *_needed(ctx.call, grads)
-
-
-def _needed(call: Call, grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of q, gates, keys and values, None for those that were not computed."""
-    dq, dgates, *flat = grads
-    return [dq if call.of_q else None, dgates, *(x if call.of_keys else None for x in flat)]
+        return None, None, None, *grads  # autograd ignores those that the call does not need
 
 
 class _Compress(torch.autograd.Function):
@@ -158,29 +152,7 @@ class _Compress(torch.autograd.Function):
         return *compression.backward(compressed, ctx.length, dk_cmp.dtype, ctx.call), None, None
 
 
-def _attend_fake(
-    q: Tensor, gates: Tensor, blocks: Tensor | None, cu: Tensor | None, flat: list[Tensor], *written: Any
-) -> list[Tensor]:
-    out = q.new_empty(*q.shape[:3], flat[-1].shape[-1])
-    return [out, *attention.kept(replace(_call(*written), cu=cu), q, flat)]
-
-
-def _attend_backward_fake(
-    do: Tensor, q: Tensor, gates: Tensor, cu: Tensor | None, flat: list[Tensor], saved: list[Tensor], *written: Any
-) -> list[Tensor]:
-    call = _call(*written)
-    dq = torch.empty_like(q) if call.of_q else q.new_empty(0)
-    return [dq, torch.empty_like(gates), *(torch.empty_like(x) if call.of_keys else x.new_empty(0) for x in flat)]
-
-
-def _select_fake(
-    q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int
-) -> Tensor:
-    count = NSAConfig(*map(int, sizes)).slc_count
-    return torch.empty(*q.shape[:2], k_cmp.shape[2], count, dtype=torch.int32, device=q.device)
-
-
-@operator("attend", _attend_fake)
+@custom_op("nsa_core::attend", mutates_args=())
 def _attend_operator(
     q: Tensor, gates: Tensor, blocks: Tensor | None, cu: Tensor | None, flat: list[Tensor],
     branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
@@ -191,7 +163,15 @@ def _attend_operator(
     return replay.run(_forward, call, (blocks, cu, q, gates, *flat))
 
 
-@operator("attend_backward", _attend_backward_fake)
+@_attend_operator.register_fake
+def _(
+    q: Tensor, gates: Tensor, blocks: Tensor | None, cu: Tensor | None, flat: list[Tensor], *written: Any
+) -> list[Tensor]:
+    out = q.new_empty(*q.shape[:3], flat[-1].shape[-1])
+    return [out, *attention.kept(replace(_call(*written), cu=cu), q, flat)]
+
+
+@custom_op("nsa_core::attend_backward", mutates_args=())
 def _attend_backward_operator(
     do: Tensor, q: Tensor, gates: Tensor, cu: Tensor | None, flat: list[Tensor], saved: list[Tensor],
     branches: str, sizes: list[int], slots: str, offset: int, scale: float, shared: bool, compresses: bool, keeps: bool,
@@ -202,25 +182,44 @@ def _attend_backward_operator(
     return replay.run(_backward, call, (do, cu, q, gates, *flat, *saved))
 
 
-@operator("compress")
-def _compress_operator(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
+@_attend_backward_operator.register_fake
+def _(
+    do: Tensor, q: Tensor, gates: Tensor, cu: Tensor | None, flat: list[Tensor], saved: list[Tensor], *written: Any
+) -> list[Tensor]:
+    call = _call(*written)
+    dq = torch.empty_like(q) if call.of_q else q.new_empty(0)
+    return [dq, torch.empty_like(gates), *(torch.empty_like(x) if call.of_keys else x.new_empty(0) for x in flat)]
+
+
+def _compress_forward(k: Tensor, v: Tensor, cu: Tensor | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
     return compression.forward(k, v, Call(NSAConfig(*map(int, sizes)), ("cmp",), cu=cu))
 
 
-@operator("compress_backward")
-def _compress_backward_operator(
+def _compress_backward(
     dk_cmp: Tensor, dv_cmp: Tensor, cu: Tensor | None, length: int, sizes: list[int]
 ) -> tuple[Tensor, Tensor]:
     call = Call(NSAConfig(*map(int, sizes)), ("cmp",), cu=cu)
     return compression.backward((dk_cmp[None], dv_cmp[None]), length, dk_cmp.dtype, call)
 
 
-@operator("select", _select_fake)
+_compress_operator = custom_op("nsa_core::compress", _compress_forward, mutates_args=())
+_compress_operator.register_fake(_compress_forward)  # launches leave fake tensors out
+_compress_backward_operator = custom_op("nsa_core::compress_backward", _compress_backward, mutates_args=())
+_compress_backward_operator.register_fake(_compress_backward)
+
+
+@custom_op("nsa_core::select", mutates_args=())
 def _select_operator(
     q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int
 ) -> Tensor:
     call = Call(NSAConfig(*map(int, sizes)), ("cmp",), offset, scale, longest=longest, cu=cu)
     return scores.select(q, k_cmp, log_sum_exp(q, k_cmp, call), call)
+
+
+@_select_operator.register_fake
+def _(q: Tensor, k_cmp: Tensor, cu: Tensor | None, sizes: list[int], offset: int, scale: float, longest: int) -> Tensor:
+    count = NSAConfig(*map(int, sizes)).slc_count
+    return torch.empty(*q.shape[:2], k_cmp.shape[2], count, dtype=torch.int32, device=q.device)
 
 
 def _call(branches: str, sizes: list[int], slots: str, *rest: Any) -> Call:
@@ -244,8 +243,7 @@ def _grad_attend(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if grads[0] is None:
         return (None, None, None, None, [None] * ctx.pairs, *others)
     do, flat, saved = grads[0].contiguous(), rest[: ctx.pairs], rest[ctx.pairs :]
-    computed = _attend_backward_operator(do, q, gates, cu, flat, saved, *ctx.call)
-    dq, dgates, *dflat = _needed(_call(*ctx.call), computed)
+    dq, dgates, *dflat = _attend_backward_operator(do, q, gates, cu, flat, saved, *ctx.call)
     return dq, dgates, None, None, dflat, *others
 
 

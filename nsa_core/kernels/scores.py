@@ -72,19 +72,13 @@ def _importance(
         seen = exists[None, :] & ((n * STRIDE + (CMP_BLOCK - 1))[None, :] <= t[:, None])
         p = tl.where(seen, p, 0.0)
         beyond = tl.maximum(tap * STRIDE + (CMP_BLOCK - SLC_BLOCK), 0)
-        score = _sum_taps(p, (CMP_BLOCK - beyond) / STRIDE, M, TAPS, BN)
+        score = tl.sum(tl.reshape(p * ((CMP_BLOCK - beyond) / STRIDE)[None, :], [M, TAPS, BN]), 1)
         if HALO > 0:
-            handed = _sum_taps(p, beyond / STRIDE, M, TAPS, BN)
+            handed = tl.sum(tl.reshape(p * (beyond / STRIDE)[None, :], [M, TAPS, BN]), 1)
             score += tl.gather(handed, tl.broadcast_to(tl.maximum(column - 1, 0)[None, :], [M, BN]), 1)
         block = j - HALO + column
         at = SCORES + (tl.program_id(2).to(tl.int64) * rows + i + r)[:, None] * (sixteens * 16) + block[None, :]
         tl.store(at, score, mask=ok[:, None] & ((column >= HALO) & (block < blocks))[None, :])
-
-
-@triton.jit
-def _sum_taps(p, weight, M: tl.constexpr, TAPS: tl.constexpr, BN: tl.constexpr):
-    """Weighted sum over the taps of p [M,TAPS·BN], as [M,BN]; weight [TAPS·BN]."""
-    return tl.sum(tl.reshape(p * weight[None, :], [M, TAPS, BN]), 1)
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ def main() -> int:
     else:
         pairs = [(case, arch) for case, arch in table.ALL if arch in options.arch]
     known = table.read(options.table) if options.table else {}
-    with table.processes() as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         keys = table.wanted(pairs, options.kernel, pool)
         found = {key: usage for key, usage in known.items() if key in keys}
         for some in table.compiled({key: pair for key, pair in keys.items() if key not in found}, pool):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from ...backends.triton import Heads, too_large
 from ...config import NSAConfig
@@ -69,10 +69,7 @@ def launches(case: CompileCase, arch: int) -> list[Launch]:
 
 def _run_once(case: CompileCase, tokens: int, shared: bool, packed: bool = False) -> None:
     """Run a forward without gradients, then forward and backward, on meta tensors; `packed`: of many sequences."""
-
-    def made(heads: int, dim: int) -> Tensor:
-        return torch.empty(1, tokens, heads, dim, dtype=case.dtype, device="meta", requires_grad=True)
-
+    made = partial(torch.empty, 1, tokens, dtype=case.dtype, device="meta", requires_grad=True)
     cu = torch.empty(101, dtype=torch.int32, device="meta") if packed else None
     call = operators.Call(NSAConfig(), ("cmp", "slc", "win"), 0, 0.125, compresses=shared, longest=tokens, cu=cu)
     q, gates = made(case.heads, case.dim), made(case.heads, 3)
@@ -86,10 +83,7 @@ def _run_once(case: CompileCase, tokens: int, shared: bool, packed: bool = False
 
 def _train_once(case: CompileCase) -> None:
     """Run the non-attention kernels of compiled training."""
-
-    def made(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
+    made = partial(torch.empty, dtype=case.dtype, device="meta")
     width = (case.heads + 6 * case.kv_heads) * case.dim + 3 * case.heads
     y, bias, angles = made(1, 8, width + -width % 8), made(3 * case.heads), made(8, 1, case.dim // 2, dtype=_FP32)
     apart = heads.forward(y, bias, angles, angles, case.heads, case.kv_heads)

@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..runtime.launch import Launch
 from ..runtime.tma import Tiled
-from .cases import DTYPES, CompileCase
+from .cases import DTYPES, CompileCase, launches
 
 _PACKAGE = __package__.rpartition(".")[0]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
@@ -86,7 +86,13 @@ def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[l
     return types, {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in tensors}
 
 
-def compile_for(case: CompileCase, launch: Launch, arch: int) -> Usage:
+def compile_for(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:
+    """Resources of a case's launches with these keys."""
+    given = {launch_key(launch, arch): launch for launch in launches(case, arch)}
+    return {key: _compile(case, given[key], arch) for key in keys}
+
+
+def _compile(case: CompileCase, launch: Launch, arch: int) -> Usage:
     """Resources of one launch, compiled as by Triton's run-time."""
     types, marks = specialized(launch)
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource

@@ -6,9 +6,8 @@ import csv
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, as_completed
 from dataclasses import asdict, fields
-from multiprocessing import get_context
 from pathlib import Path
 
 from .cases import CASES, DTYPES, ON_A100, CompileCase, launches
@@ -46,11 +45,6 @@ def write(path: Path, known: Mapping[str, Usage]) -> None:
         writer.writerows(rows)
 
 
-def processes() -> ProcessPoolExecutor:
-    """A process for each core, for `wanted` and `compiled`."""
-    return ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-
-
 Pairs = list[tuple[CompileCase, int]]
 ALL: Pairs = [(case, 80) for case in ON_A100] + [(case, arch) for arch in sorted(SHARED) for case in CASES]
 
@@ -75,7 +69,7 @@ def compiled(missing: Mapping[str, tuple[CompileCase, int]], pool: Executor) -> 
     parts = -(-3 * (os.cpu_count() or 1) // max(1, len(set(missing.values()))))
     for i, (key, pair) in enumerate(missing.items()):
         keys[pair, i % parts].add(key)
-    for done in as_completed([pool.submit(_compile, *pair, some) for (pair, _), some in keys.items()]):
+    for done in as_completed([pool.submit(compile_for, *pair, some) for (pair, _), some in keys.items()]):
         yield done.result()
 
 
@@ -83,8 +77,3 @@ def _keys(pair: tuple[CompileCase, int]) -> dict[str, str]:
     """Kernels' names by the keys of their launches."""
     case, arch = pair
     return {launch_key(launch, arch): launch.kernel.__name__ for launch in launches(case, arch)}
-
-
-def _compile(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:
-    given = {launch_key(launch, arch): launch for launch in launches(case, arch)}
-    return {key: compile_for(case, given[key], arch) for key in keys}

@@ -169,7 +169,8 @@ def _start(asked: Launch, device: int) -> Compiled | None:
         compiled, ordered = kept
         compiled[(*asked.grid, 1, 1)[:3]](*ordered([*values, *constants.values()]))
         return kept
-    _generalize(kernel, arguments)
+    for param in getattr(kernel, "params", ()):  # no compilation for numbers that are 1 or multiples of 16
+        param.do_not_specialize |= isinstance(arguments.get(param.name), int)
     described = {name: x.descriptor() if isinstance(x, Tiled) else x for name, x in arguments.items()}
     try:
         compiled = kernel[asked.grid](**described, **constants, **tile.options)
@@ -190,16 +191,11 @@ def _start(asked: Launch, device: int) -> Compiled | None:
 def compile_only(asked: Launch, device: torch.device) -> None:
     """Compile a launch's kernel for a GPU, as `start` would; the launch's tensors may be without memory."""
     kernel, given = asked.kernel, asked.arguments | asked.constants
-    _generalize(kernel, asked.arguments)
+    for param in kernel.params:  # as in `_start`
+        param.do_not_specialize |= isinstance(given.get(param.name), int)
     kinds = [
         x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
         for x in map(given.get, kernel.arg_names)
     ]
     with torch.cuda.device(device):
         kernel.warmup(*kinds, grid=(1,), **asked.tile.options)
-
-
-def _generalize(kernel: Any, arguments: Mapping[str, Any]) -> None:
-    """Keep Triton from compiling again for whole numbers that are 1 or multiples of 16."""
-    for param in getattr(kernel, "params", ()):  # the interpreter's functions have none
-        param.do_not_specialize |= isinstance(arguments.get(param.name), int)

@@ -230,9 +230,8 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     """
     tile, ahead = _forward_tile(q, part.v)
     tile = tile.holding(q.shape[2] // part.k.shape[2])
-    arguments = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse)
-    arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
-    constants = _constants(q, part, tile, call)
+    common, constants = _of_chunk(q, part, slots, inverse, chunk, tile, call)
+    arguments = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | common
     if slots.exponents is not None:
         selected_hopper.start_forward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
     else:
@@ -255,10 +254,9 @@ def backward_chunk(
     """
     group, wide, block = q.shape[2] // part.k.shape[2], widest(q, part.v), call.config.slc_block
     tile = _backward_tile(q, part.v, group).holding(group)
-    arguments = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats)
+    common, constants = _of_chunk(q, part, slots, inverse, chunk, tile, call)
+    arguments = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats) | common
     arguments |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1], scale=call.scale)
-    arguments |= _of_chunk(q, part, slots, inverse, chunk, call)
-    constants = _constants(q, part, tile, call)
     if slots.exponents is not None:
         selected_hopper.start_backward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
     else:
@@ -278,20 +276,18 @@ def backward_chunk(
         launch(_sum_items, grid, arguments, constants, Tile(warps=4), stage="sum_items_backward")
 
 
-def _of_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, call: Call) -> dict[str, Any]:
-    """Kernel arguments: one chunk's part of the inverse, sizes and the scale, base 2."""
-    bounds = inverse.bounds[chunk * inverse.keys :]
+def _of_chunk(
+    q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: int, tile: Tile, call: Call
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Kernel arguments (one chunk's part of the inverse, sizes and the scale, base 2) and constants."""
+    config, bounds = call.config, inverse.bounds[chunk * inverse.keys :]
     index = dict(ENTRIES=inverse.entries, ITEMS=inverse.items[chunk], PIECES=inverse.pieces[chunk], BOUNDS=bounds)
     sizes = dict(S=q.shape[1], T=part.k.shape[1], offset=call.offset, first_row=slots.rows.first)
     sizes |= dict(skip=slots.rows.begin, blocks=inverse.blocks, keys=inverse.keys, cap=inverse.cap)
-    return index | call.bounds(q) | sizes | dict(scale2=call.scale * LOG2_E)
-
-
-def _constants(q: Tensor, part: Part, tile: Tile, call: Call) -> dict[str, int]:
-    config = call.config
     block = dict(VARLEN=call.packed, SB=config.slc_block, SBP=padded(config.slc_block), FREE=config.free_blocks)
     # With local blocks, free ones lie wholly before the query and need no mask.
-    return head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
+    constants = head_sizes(q, part.v) | block | dict(M=tile.rows, MASKED=config.local_blocks == 0)
+    return index | call.bounds(q) | sizes | dict(scale2=call.scale * LOG2_E), constants
 
 
 def _forward_tile(q: Tensor, v: Tensor) -> tuple[Tile, bool]:

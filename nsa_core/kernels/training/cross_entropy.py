@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from ...loss import IGNORED
-from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, power_of_two
 
@@ -55,12 +55,7 @@ def _cross_entropy(LOGITS, TARGETS, LOSS, DLOGITS, V, log2e, N: tl.constexpr, IG
         tl.store(DLOGITS + first + n, p.to(DLOGITS.dtype.element_ty), mask=first + n < V)
 
 
-def _unwritten(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors like those of head_cross_entropy."""
-    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
-
-
-@operator("head_cross_entropy", fake=_unwritten)
+@custom_op("nsa_core::head_cross_entropy", mutates_args=())
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of -log softmax(x · weightᵀ)[target], float32 [nat], its gradient [N,dim], and weight's [V,dim], float32.
 
@@ -88,6 +83,11 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int) ->
         del dlogits  # before the next logits are taken
     assert dweight is not None, "split gives one part at least"
     return total, dx, dweight
+
+
+@head_cross_entropy.register_fake
+def _(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
 
 
 def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
-from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div, power_of_two
 
@@ -111,8 +111,10 @@ def _launch(y: Tensor, other: Tensor, cos: Tensor, sin: Tensor, apart: list[Tens
     launch(_heads, (ceil_div(total, _ROWS),), pointers | numbers, constants, Tile(warps=4), stage="heads")
 
 
-split_heads = operator("split_heads")(forward)  # differentiable in y and bias
-_backward_operator = operator("split_heads_backward")(backward)
+split_heads = custom_op("nsa_core::split_heads", forward, mutates_args=())  # differentiable in y and bias
+split_heads.register_fake(forward)  # launches leave fake tensors out
+_backward_operator = custom_op("nsa_core::split_heads_backward", backward, mutates_args=())
+_backward_operator.register_fake(backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
-from ..runtime.custom_op import operator
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div
 
@@ -60,7 +60,8 @@ def forward(x: Tensor) -> Tensor:
     """silu(gate) · up [..,hidden] of x [..,2·hidden], gate before up, in x's dtype, by float32."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    _launch(_swiglu, {"X": x, "OUT": out}, out, "swiglu")
+    constants, arguments = dict(HIDDEN=out.shape[-1], N=_PROGRAM), dict(X=x, OUT=out, total=out.numel())
+    launch(_swiglu, (ceil_div(out.numel(), _PROGRAM),), arguments, constants, Tile(warps=4), stage="swiglu")
     return out
 
 
@@ -68,18 +69,16 @@ def backward(x: Tensor, dout: Tensor) -> Tensor:
     """Gradient of x [..,2·hidden] from that of the result [..,hidden]."""
     x, dout = x.contiguous(), dout.contiguous()
     dx = torch.empty_like(x)
-    _launch(_swiglu_backward, {"X": x, "DOUT": dout, "DX": dx}, dout, "swiglu_backward")
+    constants, arguments = dict(HIDDEN=dout.shape[-1], N=_PROGRAM), dict(X=x, DOUT=dout, DX=dx, total=dout.numel())
+    grid = (ceil_div(dout.numel(), _PROGRAM),)
+    launch(_swiglu_backward, grid, arguments, constants, Tile(warps=4), stage="swiglu_backward")
     return dx
 
 
-def _launch(kernel: object, pointers: dict[str, Tensor], halves: Tensor, stage: str) -> None:
-    """Launch over the numbers of `halves`, which have half of x's columns."""
-    total, constants = halves.numel(), dict(HIDDEN=halves.shape[-1], N=_PROGRAM)
-    launch(kernel, (ceil_div(total, _PROGRAM),), pointers | {"total": total}, constants, Tile(warps=4), stage=stage)
-
-
-swiglu = operator("swiglu")(forward)  # differentiable
-_backward_operator = operator("swiglu_backward")(backward)
+swiglu = custom_op("nsa_core::swiglu", forward, mutates_args=())  # differentiable
+swiglu.register_fake(forward)  # launches leave fake tensors out
+_backward_operator = custom_op("nsa_core::swiglu_backward", backward, mutates_args=())
+_backward_operator.register_fake(backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

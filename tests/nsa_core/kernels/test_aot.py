@@ -6,8 +6,10 @@ sample of them is compiled again.
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import walk_packages
 from types import FunctionType
@@ -61,7 +63,7 @@ def usages() -> dict[str, Usage]:
     """Resources by the launch's key, of all that the operator launches today."""
     from nsa_core.kernels.aot import table
 
-    with table.processes() as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         keys, known = table.wanted(table.ALL, pool=pool), table.read(TABLE)
     new, gone = sorted(keys.keys() - known.keys()), sorted(known.keys() - keys.keys())
     assert not new, f"kernels, their constants or Triton changed, {len(new)} launches are new: run `make aot`"
@@ -87,7 +89,7 @@ def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
 
     given = table.wanted([(CompileCase(128, 1, 128, 128, torch.bfloat16), 90)], "_selected_backward")
     given |= {key: (usages[key].case, usages[key].arch) for key in sorted(usages)[:8]}
-    with table.processes() as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         return {key: usage for some in table.compiled(given, pool) for key, usage in some.items()}
 
 
