@@ -3,9 +3,8 @@
 Takes tensors [B,S,H,D], strided or not, that functional.py checked, and a call; gives outputs that autograd
 differentiates and torch.compile traces. Checks no input, chooses no backend, and leaves the stages to attention.py.
 
-A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each.
- Any other call goes through an autograd.Function, which
-takes the host less time.
+A traced call (torch.compile, fake tensors) goes to custom operators of torch.library, one graph node each. Any
+other call goes through an autograd.Function, which takes the host less time.
 """
 
 from __future__ import annotations

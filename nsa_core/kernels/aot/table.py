@@ -18,17 +18,12 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 def read(path: Path) -> dict[str, Usage]:
     """Resources by the launch's key; none where there is no file."""
-    if not path.exists():
-        return {}
-    known = dict[str, Usage]()
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            numbers = {one.name: int(row[one.name]) for one in fields(CompileCase) if one.name != "dtype"}
-            case = CompileCase(**numbers, dtype=_DTYPES[row["dtype"]])
-            others = ("case", "kernel", "serialized")
-            numbers = {one.name: int(row[one.name]) for one in fields(Usage) if one.name not in others}
-            serialized = row["serialized"] == "True"
-            known[row["key"]] = Usage(case=case, kernel=row["kernel"], serialized=serialized, **numbers)
+    known, texts = dict[str, Usage](), ("key", "dtype", "kernel", "serialized")
+    for row in csv.DictReader(path.read_text().splitlines() if path.exists() else []):
+        numbers = {name: int(value) for name, value in row.items() if name not in texts}
+        heads = {one.name: numbers.pop(one.name) for one in fields(CompileCase) if one.name != "dtype"}
+        case, serialized = CompileCase(**heads, dtype=_DTYPES[row["dtype"]]), row["serialized"] == "True"
+        known[row["key"]] = Usage(case=case, kernel=row["kernel"], serialized=serialized, **numbers)
     return known
 
 

@@ -255,36 +255,26 @@ def attends_to_all(q: Tensor, parts: Sequence[Part], call: Call, *others: Tensor
 
 
 def start(
-    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
-    registers: int, *, stage: str,
+    kernel: Any, grid: tuple[int, ...] | None, arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
+    registers: int, *, stage: str, by_rows: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Launch a warp-specialized kernel.
 
     Args:
-        arguments, sizes: arguments and constants by name; names that the kernel lacks are dropped.
+        grid: None for a persistent kernel: one program per multiprocessor, which takes tile after tile of rows.
+        arguments, sizes: arguments and constants by name; names that the kernel lacks are dropped. Of a persistent
+            kernel Q is q, KC and VC are compressed, KS and VS shared keys and values.
         registers: per consumer thread, after the producer's were reallocated.
         stage: as in `launch`.
+        by_rows: arguments that a persistent kernel reads or writes by tiles of a warpgroup's rows.
     """
     given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+    if grid is None:
+        q, group = arguments["Q"], sizes["HQ"] // sizes["HKV"]
+        given["heads"] = q.shape[0] * sizes["HKV"]
+        given |= {name: Tiled(arguments[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
+        given |= {name: Tiled(arguments[name], ROWS.value // group, group) for name in by_rows}
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132  # H100's
+        grid = (min(processors, ceil_div(q.shape[1], tile.rows // group) * given["heads"]),)
     constants = {name: value for name, value in sizes.items() if name in kernel.arg_names}
     launch(kernel, grid, given, constants | dict(STAGES=tile.stages, REGISTERS=registers), tile, stage=stage)
-
-
-def start_tiles(
-    kernel: Any, arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile, registers: int,
-    by_rows: Sequence[str], *, stage: str,
-) -> None:  # fmt: skip
-    """Launch a persistent kernel: one program per multiprocessor, which takes tile after tile of rows.
-
-    Args:
-        arguments: tensors by name; Q is q, KC and VC are compressed, KS and VS shared keys and values.
-        sizes, registers, stage: as in `start`.
-        by_rows: names of the arguments that the kernel reads or writes by tiles of a warpgroup's rows.
-    """
-    q, group = arguments["Q"], sizes["HQ"] // sizes["HKV"]
-    heads = q.shape[0] * sizes["HKV"]
-    tiled = {name: Tiled(arguments[name], tile.keys) for name in ("KC", "VC", "KS", "VS")}
-    tiled |= {name: Tiled(arguments[name], ROWS.value // group, group) for name in by_rows}
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 132  # H100's
-    programs = min(processors, ceil_div(q.shape[1], tile.rows // group) * heads)
-    start(kernel, (programs,), dict(arguments) | tiled | dict(heads=heads), sizes, tile, registers, stage=stage)

@@ -344,12 +344,13 @@ def start_forward(arguments: Mapping[str, Any], sizes: Mapping[str, int], gates:
         gates: [B,S,HQ,3], by which cmp and win are summed, or None.
     """
     given = dict(arguments) | dict(GATES=arguments["Q"] if gates is None else gates)
-    constants, by_rows = dict(sizes) | dict(SUMMED=gates is not None), ("Q", "OC", "OW", "OS")
-    stage = "compressed_window_forced"
-    hopper.start_tiles(_all_spans_forward, given, constants, FORWARD_TILE, _FORWARD_REGISTERS, by_rows, stage=stage)
+    constants, rows = dict(sizes) | dict(SUMMED=gates is not None), ("Q", "OC", "OW", "OS")
+    tile, registers, stage = FORWARD_TILE, _FORWARD_REGISTERS, "compressed_window_forced"
+    hopper.start(_all_spans_forward, None, given, constants, tile, registers, stage=stage, by_rows=rows)
 
 
 def start_backward(arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Launch `_all_spans_backward_q` with the arguments and constants of backward_q._span_backward_q."""
     stage, rows = "compressed_window_forced_backward_q", ("Q", "DO", "DQ")
-    hopper.start_tiles(_all_spans_backward_q, arguments, sizes, BACKWARD_TILE, _BACKWARD_REGISTERS, rows, stage=stage)
+    tile, registers = BACKWARD_TILE, _BACKWARD_REGISTERS
+    hopper.start(_all_spans_backward_q, None, arguments, sizes, tile, registers, stage=stage, by_rows=rows)

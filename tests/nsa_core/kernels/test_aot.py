@@ -53,11 +53,6 @@ def _is_triton(x: Any) -> bool:
     return isinstance(x, KernelInterface)
 
 
-def test_kernels_are_told_from_the_functions_that_they_call(kernels: set[str]) -> None:
-    assert {"merge._merge", "decode.step._decode_window", "span.spans_hopper._all_spans_forward"} <= kernels
-    assert not {"merge._slot", "decode.choose.best_of_chunk", "shared.ranges.load_rows"} & kernels
-
-
 @pytest.fixture(scope="module")
 def usages() -> dict[str, Usage]:
     """Resources by the launch's key, of all that the operator launches today."""

@@ -19,7 +19,6 @@ from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.runtime.tma import Tiled
 
 CALL = Call(NSAConfig(), ("win",), 0, 1.0)
-ELSEWHERE = torch.ones(6, 4)
 
 
 class Counted:
@@ -97,18 +96,14 @@ def test_results_stay_when_it_runs_again() -> None:
     assert all(torch.equal(result, of(seed)) for seed, result in enumerate(results))
 
 
-def test_tensors_that_were_one_may_be_two_later() -> None:
-    x, y = of(0), of(1)
-    counted = captured(lambda x, y: [x * 2, y * 3, x[1:] - y[1:]], x, x)
-    for got, want in zip(replay.run(counted, CALL, (x, y)), [x * 2, y * 3, x[1:] - y[1:]], strict=True):
-        assert torch.equal(got, want)
-    assert counted.calls == 2
+def test_tensors_that_were_one_may_be_two_later_also_within_one_memory() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [x * 2, y * 3, x[1:] - y[1:]]
 
-
-def test_a_tensor_within_another_ones_memory_is_read_where_it_lies() -> None:
-    counted, memory = captured(lambda x, y: [x[1:] * 2 + y[1:]], of(1), of(2)), of(0, 20, 4)
-    x, y = memory[4:10], memory[8:14]
-    assert torch.equal(replay.run(counted, CALL, (x, y))[0], x[1:] * 2 + y[1:])
+    x, memory = of(0), of(0, 20, 4)
+    counted = captured(function, x, x)
+    for given in ((of(0), of(1)), (memory[4:10], memory[8:14])):
+        assert all(map(torch.equal, replay.run(counted, CALL, given), function(*given)))
     assert counted.calls == 2
 
 
@@ -162,44 +157,29 @@ def test_a_compiled_kernel_gets_the_addresses_of_this_time() -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_a_tensor_read_by_tiles_is_described_where_it_lies_this_time() -> None:
-    kernel = Add()
-
-    def function(x: Tensor) -> list[Tensor]:
-        out = torch.empty(4, 4)
-        launch(kernel, (1,), {"OUT": out, "X": Tiled(x[1:], 64), "number": 3}, {}, Tile(), stage="add")
-        return [out]
-
-    counted = Counted(function)
-    tensors = [torch.zeros(2, 5, 1, 128, dtype=torch.float16) for _ in range(4)]
-    for x in tensors:
-        replay.run(counted, CALL, (x,))
-    assert counted.calls == 2
-    described = [addresses[0] for addresses in kernel.addresses]
-    assert [one.base.data_ptr() for one in described] == [x[1:].data_ptr() for x in tensors[1:]]
-    assert {tuple(one.shape) for one in described} == {(1, 5, 1, 128)}
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_a_tensor_read_by_tiles_lives_until_then_and_no_longer() -> None:
-    """Memory of a tensor freed too early would be given to the next one."""
+def test_a_tensor_read_by_tiles_is_described_where_it_lies_and_lives_until_then() -> None:
+    """And no longer. Memory of a tensor freed too early would be given to the next one."""
     kernel, seen = Add(), []
 
     def function(x: Tensor) -> list[Tensor]:
-        y, out = torch.empty(1, 5, 1, 128, dtype=torch.float16), torch.empty(4, 4)
-        y.copy_(x)
+        y = torch.empty(2, 5, 1, 128, dtype=torch.float16).copy_(x)
         seen.append(weakref.ref(y))
-        more = torch.empty(1, 5, 1, 128, dtype=torch.float16)
-        launch(kernel, (1,), {"OUT": out, "X": Tiled(y, 64), "number": 3}, {}, Tile(), stage="add")
-        return [out, more]
+        more = torch.empty(2, 5, 1, 128, dtype=torch.float16)
+        launch(kernel, (1,), {"X": Tiled(x[1:], 64), "OUT": Tiled(y[1:], 64), "number": 3}, {}, Tile(), stage="add")
+        return [more]
 
-    results = [replay.run(Counted(function), CALL, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),))]
-    counted = captured(function, torch.zeros(1, 5, 1, 128, dtype=torch.float16))
+    counted = Counted(function)
+    tensors = [torch.zeros(2, 5, 1, 128, dtype=torch.float16) for _ in range(5)]
+    for x in tensors[:2]:
+        replay.run(counted, CALL, (x,))
     kernel.addresses.clear()  # the stand-in keeps what it was given
     assert all(one() is None for one in seen)  # the capture does not
-    results += [replay.run(counted, CALL, (torch.zeros(1, 5, 1, 128, dtype=torch.float16),)) for _ in range(3)]
-    for described, (_, more) in zip(kernel.addresses, results[1:], strict=True):
-        assert described[0].base.data_ptr() != more.data_ptr()
+    results = [replay.run(counted, CALL, (x,)) for x in tensors[2:]]
+    assert counted.calls == 2
+    for (of_x, of_y), x, (more,) in zip(kernel.addresses, tensors[2:], results, strict=True):
+        assert of_x.base.data_ptr() == x[1:].data_ptr()
+        assert tuple(of_x.shape) == (1, 5, 1, 128)
+        assert not 0 <= of_y.base.data_ptr() - more.data_ptr() < more.nbytes
 
 
 @pytest.mark.parametrize("watching", [record, observe])

@@ -19,13 +19,6 @@ def test_the_package_does_not_import_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_mark_is_pytorchs():
-    def own() -> None: ...
-    def pytorchs() -> None: ...
-
-    assert vars(constant(own)) == vars(torch.compiler.assume_constant_result(pytorchs)) != {}
-
-
 def test_a_marked_function_is_run_while_its_caller_is_traced():
     calls: list[int] = []
 
