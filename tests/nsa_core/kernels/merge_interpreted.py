@@ -81,14 +81,3 @@ def test_packed_slots_are_merged(packed_and_plain, keeps):
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
     assert torch.equal(results[0][1], outputs[1]) != keeps
-
-
-@pytest.mark.parametrize("branch", ["cmp", "slc", "win"])
-def test_a_forced_branch_runs_nothing_of_another(branch):
-    from jobs.measure.call import ModelCase, bare_model
-    from jobs.measure.isolation import trace_branch
-
-    model = bare_model(4, 2, 16, nsa=NSAConfig(cmp_block=16, cmp_stride=16, slc_block=16, slc_count=3, window=32))
-    settings = {"seq_len": 64, "batch": 1, "dtype": "bfloat16", "device": "cpu", "seed": 0, "threads": None}
-    case = ModelCase(implementation="triton", pass_="forward+backward", model=model, **settings)
-    assert "launch of stage" in trace_branch(case, branch)

@@ -62,6 +62,9 @@ CHOICES = [
     *(({"heads": heads}, ALL) for heads in (8, 16, 32)),  # groups of 4 to 16 heads of 128
     ({"dtype": torch.float16}, SPANS),  # it rounds less than packed slots
     ({"late": "do"}, {"_all_spans_forward", "_selected_forward_hopper"}),  # a gradient that is not aligned
+    ({"config": NSAConfig(slc_block=32)}, SPANS),
+    ({"config": NSAConfig(local_blocks=0)}, SPANS),  # blocks are not wholly before the query
+    ({"tokens": 20}, set()),  # without compressed keys there is nothing to describe
     ({"keys": "separate"}, SELECTED),
     ({"keys": "two branches"}, SELECTED),
     ({"packed": True}, SELECTED),  # tiles of the spans' kernels are stored whole, across the end of a sequence
@@ -102,13 +105,6 @@ def test_sums_are_rescaled_late_on_the_accumulators_of_hopper_alone(monkeypatch,
     assert {one.constants["LATE"] > 0 for one in spans} == {arch == 90}
 
 
-@pytest.mark.parametrize("config", [NSAConfig(slc_block=32), NSAConfig(local_blocks=0)], ids=["blocks", "no local"])
-def test_other_blocks_than_64_keys_before_the_query_take_those_of_all_devices(monkeypatch, config):
-    names = started(monkeypatch, config=config)
-    assert not SELECTED & names
-    assert {"_selected_forward", "_selected_backward"} <= names
-
-
 @pytest.mark.parametrize(("tokens", "programs"), [(40, 2), (8192, 132)])  # 48 rows a tile, of each of two kv heads
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypatch, tokens, programs, has_gradient):
@@ -129,10 +125,6 @@ def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypa
     assert (forward.arguments["OW"].x is forward.arguments["OS"].x) is not has_gradient
     assert all(one.arguments["O1"] is forward.arguments["OC"].x for one in merges)
     assert all(one.arguments["O2"] is forward.arguments["OS"].x for one in merges)
-
-
-def test_without_compressed_keys_there_is_nothing_to_describe(monkeypatch):
-    assert not SPANS & started(monkeypatch, tokens=20)
 
 
 def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recwarn):
