@@ -10,7 +10,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import NullPool
 
 from jobs.schema.plain_text import in_a_line
@@ -62,18 +61,9 @@ def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> En
         return _sqlite(url, readonly, create)
     options = {"postgresql_readonly": True} if readonly else {}
     try:
-        engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
+        return create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
     except exc.ArgumentError as err:  # of options that do not fit together
         raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: DBAPIConnection, record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute("SET datestyle TO 'ISO'")  # the driver reads no times of another style
-        cursor.execute(f"SET lock_timeout TO '{TIMEOUT_S}s'")
-        connection.commit()
-
-    return engine
 
 
 def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
@@ -118,23 +108,22 @@ def errors(url: URL) -> Iterator[None]:
     except exc.DBAPIError as err:
         text = hide_password(in_a_line(err.orig))
         code = getattr(err.orig, "sqlite_errorcode", None) or getattr(err.orig, "sqlstate", None)
+        kind, problem = StoreError, f"refused the data ({text}); report this as a bug"
         if isinstance(err, exc.IntegrityError):
             fix = "a record contradicts one that is stored, or is there twice; give the journal as the run wrote it"
-            error = StoreError(f"{name}: refused the data ({text}): {fix}")
+            problem = f"refused the data ({text}): {fix}"
         elif isinstance(err, _AWAY) or err.connection_invalidated:
             fix = "start the database or correct the URL"
-            error = StoreUnavailable(f"{name}: cannot be reached or used ({text}); {fix}")
+            kind, problem = StoreUnavailable, f"cannot be reached or used ({text}); {fix}"
         elif code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            error = BrokenStoreError(f"{name}: {text}; name another file")
+            kind, problem = BrokenStoreError, f"{text}; name another file"
         elif isinstance(err, exc.ProgrammingError) and err.statement is None:  # in connecting
-            error = StoreError(f"{name}: cannot be used ({text}); correct the URL")
+            problem = f"cannot be used ({text}); correct the URL"
         elif code == _NO_RIGHT:
-            error = BrokenStoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
+            kind, problem = BrokenStoreError, f"refused ({text}); name a role in the URL that has this right"
         elif code in _NO_TABLE:
-            error = BrokenStoreError(f"{name}: {text}; run `nsa db upgrade`")
-        else:
-            error = StoreError(f"{name}: refused the data ({text}); report this as a bug")
-        raise error from None
+            kind, problem = BrokenStoreError, f"{text}; run `nsa db upgrade`"
+        raise kind(f"{name}: {problem}") from None
     except (exc.StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, exc.StatementError) else err)
         raise StoreError(f"{name}: cannot hold a value ({text}); correct it") from None

@@ -23,17 +23,7 @@ from orchestrator.errors import UserError
 from orchestrator.store import queries
 from orchestrator.store import records as rec
 from orchestrator.store.journal import Journal
-from orchestrator.store.models import (
-    Artifact,
-    Base,
-    DeclaredQuantity,
-    Environment,
-    Event,
-    Metric,
-    Point,
-    Run,
-    Series,
-)
+from orchestrator.store.models import Artifact, Base, DeclaredQuantity, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
 
 _PIECE = 1000  # samples of a record
@@ -45,11 +35,7 @@ class ExportError(UserError):
 
 
 def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
-    """Write the runs to `path` in the format of its suffix (.csv or .json). Returns what was written, in words.
-
-    Raises:
-        ExportError: the suffix is unknown, or the file cannot be written.
-    """
+    """Write the runs to `path` as its suffix says (.csv, .json). Returns what was written. Raises ExportError."""
     if path.suffix not in (".csv", ".json"):
         raise ExportError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
     text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
@@ -61,10 +47,9 @@ def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
 
 
 def export_journal(store: Store, run_id: str, path: Path) -> str:
-    """Write the journal of a run from the database, where the run's own is lost. Returns what was written, in words.
+    """Write the journal of a run from the database, where the run's own is lost. Returns what was written.
 
-    Raises:
-        ExportError: there is a file already. JournalError: it cannot be written.
+    Raises ExportError if there is a file already, JournalError if it cannot be written.
     """
     if os.path.exists(path):
         raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
@@ -74,10 +59,7 @@ def export_journal(store: Store, run_id: str, path: Path) -> str:
 
 
 def to_csv(store: Store, run_ids: Sequence[str]) -> str:
-    """CSV with one row per metric; a point without metrics (a failed one) has one row with its state and no metric.
-
-    A spreadsheet computes none of its cells (`csv_cell`).
-    """
+    """CSV with one row per metric, and one per point without any, with its state. A spreadsheet computes no cell."""
     points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "rate", "heartbeat_at"])
     values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
@@ -146,15 +128,13 @@ def _begins(session: Session, run: Run) -> list[rec.RunRecord]:
     query = select(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id).order_by(DeclaredQuantity.position)
     names = Quantity.__dataclass_fields__
     declared = [{name: getattr(row, name) for name in names} for row in session.scalars(query)]
-    same = {"run_id": run.id, "at": run.created_at, "state": RunState.RUNNING, "resumed": 0}
+    state = run.state if run.state is RunState.PENDING else RunState.RUNNING
+    same = {"run_id": run.id, "at": run.created_at, "state": state, "resumed": 0}
     first = _made(rec.RunRecord, run, **same, quantities=declared, axes=run.axes or ())
-    going = run.state if run.state is RunState.PENDING else RunState.RUNNING
+    latest = first.model_copy(update={"at": run.state_at, "resumed": run.resumed})
     if run.resumed:
-        return [first, first.model_copy(update={"at": run.state_at, "state": going, "resumed": run.resumed})]
-    first = first.model_copy(update={"state": going})
-    if run.state_at > run.created_at and not run.state.ended:
-        return [first, first.model_copy(update={"at": run.state_at})]
-    return [first]
+        return [first.model_copy(update={"state": RunState.RUNNING}), latest]
+    return [first, latest] if run.state_at > run.created_at and not run.state.ended else [first]
 
 
 def _attempts(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:

@@ -31,11 +31,8 @@ class ImportFileError(UserError):
 def import_file(store: Store, path: Path) -> str:
     """Store the journal (.jsonl, .jsonl.gz) or reported table (.csv) at `path`; doing it again adds no duplicates.
 
-    Returns what the file holds, in words.
-
-    Raises:
-        UserError: the file cannot be read, its layout is unknown, or one of its lines is wrong: nothing is stored.
-        StoreUnavailable: the database cannot be reached.
+    Returns what the file holds, in words. Raises UserError if it cannot be read, or one of its lines is wrong: nothing
+    is stored; StoreUnavailable.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a device may have no end, a pipe no beginning
         raise ImportFileError(f"file: '{path}' is no file; give a journal (.jsonl, .jsonl.gz) or a CSV")
@@ -139,22 +136,19 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
-                raise ImportFileError(
-                    f"file: '{path.name}' line 1: names {shown(twice[0])} twice; rename or remove one"
-                )
+            if len(set(columns)) < len(columns):
+                raise ImportFileError(f"file: '{path.name}' line 1: names a column twice; rename or remove one")
             rows = []
             text_of = cache(from_csv_cell)  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:
+                place = f"{path.name} line {lines.line_num}"
                 if len(cells) > len(columns):  # 1,095 without quotes was stored as 1, and all after it one column off
                     raise ImportFileError(
                         f"file: '{path.name}' line {lines.line_num}: {shown(','.join(cells))}: has {len(cells)} cells "
                         f"for {len(columns)} columns; quote the comma in a cell"
                     )
-                if cells:
-                    place = f"{path.name} line {lines.line_num}"
-                    filled = {name: text_of(cell) for name, cell in zip(columns, cells, strict=False) if cell}
-                    rows.append(reported.Row(filled, file=place))
+                filled = {name: text_of(cell) for name, cell in zip(columns, cells, strict=False) if cell}
+                rows += [reported.Row(filled, file=place)] if cells else []
             ended = os.pread(file.fileno(), 1, max(0, os.fstat(file.fileno()).st_size - 1)) in (b"\n", b"\r")
             if not ended and len(cells) < len(columns):  # cut off, perhaps in a number
                 raise ImportFileError(
@@ -162,8 +156,6 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     "give the whole file"
                 )
             return read, rows
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not text"
+    except (OSError, UnicodeDecodeError, csv.Error) as err:
+        reason = err.strerror if isinstance(err, OSError) else in_a_line(err)
         raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
-    except csv.Error as err:
-        raise ImportFileError(f"file: '{path}' is no CSV ({err}); save it as one") from None

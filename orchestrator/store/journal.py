@@ -46,20 +46,14 @@ class Journal(AbstractContextManager["Journal"]):
     """The journal of one run, locked for appending by this process; one thread may append while another reads."""
 
     def __init__(self, path: Path) -> None:
-        """Create the journal, or open an existing one and remove its torn last line.
-
-        Raises:
-            JournalHeld: another process is writing it.
-            JournalError: the file cannot be written, or is none.
-        """
+        """Create the journal, or open one and remove its torn last line. Raises JournalHeld, JournalError."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
         except OSError as err:
-            raise JournalError(
-                f"NSA_ARTIFACTS: {str(path.parent)!r}: cannot be written ({err.strerror}); name another folder"
-            ) from None
+            problem = f"cannot be written ({err.strerror}); name another folder"
+            raise JournalError(f"NSA_ARTIFACTS: {str(path.parent)!r}: {problem}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,17 +72,13 @@ class Journal(AbstractContextManager["Journal"]):
         os.close(folder)
 
     def append(self, records: Iterable[Record]) -> None:
-        """Append records and sync them to disk: all of them or none.
-
-        Raises JournalFull if the disk takes no more, or the file was moved away or removed.
-        """
+        """Append records and sync them to disk: all of them or none. Raises JournalFull."""
         lines = b"".join(RECORD.dump_json(record) + b"\n" for record in records)
         fd, remaining = self._file.fileno(), memoryview(lines)
         try:
             if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(fd))):
-                raise JournalFull(
-                    f"journal: {str(self.path)!r}: was moved away or removed by another process; put it back"
-                )
+                problem = "was moved away or removed by another process; put it back"
+                raise JournalFull(f"journal: {str(self.path)!r}: {problem}")
             self._file.truncate(self.end)  # what an earlier call could neither write in full nor remove
             while remaining:
                 remaining = remaining[os.write(fd, remaining) :]
@@ -96,17 +86,12 @@ class Journal(AbstractContextManager["Journal"]):
         except OSError as err:
             with contextlib.suppress(OSError):
                 self._file.truncate(self.end)
-            raise JournalFull(
-                f"journal: {str(self.path)!r}: cannot be written ({err.strerror}); free space there"
-            ) from None
+            problem = f"cannot be written ({err.strerror}); free space there"
+            raise JournalFull(f"journal: {str(self.path)!r}: {problem}") from None
         self.end += len(lines)
 
     def records(self, start: int, most: int) -> tuple[list[Record], int]:
-        """At most `most` records from byte `start` on, where a record begins, and the byte after them.
-
-        Raises:
-            JournalError: the file was changed by another process.
-        """
+        """At most `most` records from byte `start` on, where a record begins, and the byte after them."""
         records, place = [], start
         with self.path.open("rb") as file:
             file.seek(start)
@@ -132,9 +117,7 @@ class Journal(AbstractContextManager["Journal"]):
 def read(path: Path) -> Iterator[Record]:
     """Records of a journal, plain or compressed by gzip (.jsonl.gz), in order, without a torn last line.
 
-    Raises:
-        JournalError: the file cannot be read, a line before the last is not a record, or a record is of another run
-            than the first one, or names a point of another run.
+    Raises JournalError if the file cannot be read, a whole line is no record, or a record is of another run.
     """
     run_id, number = None, 0
     try:

@@ -18,15 +18,8 @@ from typing import Any
 
 from orchestrator.errors import UserError
 from orchestrator.store import journal
-from orchestrator.store.records import (
-    RECORD,
-    ArtifactRecord,
-    OutcomeRecord,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    StartRecord,
-)
+from orchestrator.store import records as rec
+from orchestrator.store.records import RECORD, Record
 
 DATA = Path("docs/results/data")  # `make results` runs in the checkout
 
@@ -44,13 +37,11 @@ class PrivateError(UserError):
 def take_in(path: Path, folder: Path = DATA) -> Path:
     """Write the public form of the journal at `path` to `folder`; the same journal gives the same bytes.
 
-    Raises:
-        JournalError: it cannot be read. PrivateError: it is of a run that has not ended, or names a machine where
-            nothing can be replaced.
+    Raises JournalError if it cannot be read, PrivateError if its run has not ended or what is private must stay.
     """
     records = list(journal.read(path))
-    run = next((record for record in records if isinstance(record, RunRecord)), None)
-    if run is None or not isinstance(records[-1], RunEndRecord):
+    run = next((record for record in records if isinstance(record, rec.RunRecord)), None)
+    if run is None or not isinstance(records[-1], rec.RunEndRecord):
         raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
     content = "".join(f"{line}\n" for line in public_lines(path, records)).encode()
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,17 +51,13 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
 
 
 def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
-    """The lines of the public form of a journal's records, without the files of points.
-
-    Raises:
-        PrivateError: as take_in; `path` is what it names.
-    """
+    """The lines of the public form of a journal's records, without the files of points. Raises PrivateError."""
     names: dict[str | None, None] = {}
     for record in records:
         match record:
-            case RunRecord(host=host) | StartRecord(node=host):
+            case rec.RunRecord(host=host) | rec.StartRecord(node=host):
                 names[host] = None
-            case OutcomeRecord(environment=environment):
+            case rec.OutcomeRecord(environment=environment):
                 names[environment.get("host")] = None
     hosts: dict[re.Pattern[str], str] = {}
     private = {_PATH: "a path", _ADDRESS: "an address", _CARD: "the id of a card", _LOGIN: "a login"}
@@ -80,7 +67,7 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
         pattern = re.compile(rf"(?<![\w.-]){re.escape(first)}{optional}(?![\w-]|\.\w)")
         hosts[pattern] = f"host-{number}"
         private |= {} if name == hosts[pattern] else {pattern: "a host"}
-    lines = [_public_line(record, hosts) for record in records if not isinstance(record, ArtifactRecord)]
+    lines = [_public_line(record, hosts) for record in records if not isinstance(record, rec.ArtifactRecord)]
     for number, line in enumerate(lines, 1):
         for pattern, what in private.items():
             if found := pattern.search(line):
@@ -107,9 +94,9 @@ def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:
 
     free = ("host", "node", "reason", "message", "environment")
     changes = {name: public(getattr(record, name)) for name in free if getattr(record, name, None)}
-    if isinstance(record, RunRecord):
+    if isinstance(record, rec.RunRecord):
         changes |= {"artifacts": None, "artifact_store": None}
-    if isinstance(record, OutcomeRecord) and (environment := changes.get("environment")):
+    if isinstance(record, rec.OutcomeRecord) and (environment := changes.get("environment")):
         if "platform" in environment:
             environment["platform"] = _PLATFORM.sub(r"\1-\2", environment["platform"])
         if "gpu" in environment:

@@ -21,18 +21,8 @@ from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState, RunState
-from orchestrator.store.models import (
-    Artifact,
-    Attempt,
-    DeclaredQuantity,
-    Environment,
-    Event,
-    Metric,
-    Point,
-    Run,
-    Series,
-    Verdict,
-)
+from orchestrator.store import models
+from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
 from orchestrator.store.views import v_metrics, v_points, v_scaling
 
@@ -65,8 +55,6 @@ _POINTS = (
 _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
     Environment, Environment.id == Attempt.environment_id, isouter=True
 )
-_VALUE = (Metric.name, Metric.unit, Metric.value, Metric.p10, Metric.p90, Metric.ci_low, Metric.ci_high)
-_METRIC = (*_VALUE, Metric.samples, Metric.method)
 _SAMPLE = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
 
 
@@ -133,8 +121,9 @@ def attempts(store: Store, run_id: str) -> pd.DataFrame:
 
 def metrics(store: Store, point_id: str) -> pd.DataFrame:
     """The metrics of a point, with all samples and the method of measurement."""
-    query = select(*_METRIC).select_from(Point).join(Point.metrics).where(Point.id == point_id)
-    return _frame(store, query.order_by(Metric.id))
+    names = ("name", "unit", "value", "p10", "p90", "ci_low", "ci_high", "samples", "method")
+    query = select(*(getattr(Metric, name) for name in names)).select_from(Point).join(Point.metrics)
+    return _frame(store, query.where(Point.id == point_id).order_by(Metric.id))
 
 
 def samples(store: Store, run_id: str, metric: str) -> dict[str, list[float]]:
@@ -149,17 +138,13 @@ def series(
 ) -> pd.DataFrame:
     """The samples of a point's series, by attempt, name and rank, and of each in the order of time.
 
-    Steps that were done again after a restart have their latest samples, which come last.
-
-    Args:
-        attempt: the attempt to read; None: all.
-        most: samples to read of each series, evenly spaced, and the last; None: all.
-        since: time of the oldest sample to read; None: of any time.
+    Steps that were done again after a restart have their latest samples, which come last. `most`: samples of each
+    series to read, evenly spaced, and the last.
     """
     one = (Series.attempt, Series.name, Series.rank)
-    chosen = [] if attempt is None else [Series.attempt == attempt]
-    chosen += [] if since is None else [Series.at >= since]
-    query = select(*_SAMPLE).where(Series.point_id == point_id, *chosen)
+    query = select(*_SAMPLE).where(Series.point_id == point_id)
+    query = query if attempt is None else query.where(Series.attempt == attempt)
+    query = query if since is None else query.where(Series.at >= since)
     if most is not None:
         place = func.row_number().over(partition_by=one, order_by=(Series.at, Series.step)).label("place")
         rows = query.add_columns(place, func.count().over(partition_by=one).label("of")).subquery()
@@ -192,10 +177,7 @@ def events(store: Store, run_id: str) -> pd.DataFrame:
 
 
 def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
-    """Rows of the view v_scaling: time, throughput and memory against S, one row per ok point and metric.
-
-    Includes measured and reported rows (column `origin`) unless `origin` selects one.
-    """
+    """Rows of the view v_scaling: time, throughput and memory against S, a row per ok point and metric."""
     order = ("run_id", "implementation", "workload", "pass", "seq_len", "metric", "point_id")
     return _view(store, v_scaling, run_ids, origin, order)
 
@@ -223,11 +205,11 @@ def _view(
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:
     """Quantities that the runs (None: all) declare; the newest run's declaration wins where they differ."""
-    columns = [DeclaredQuantity.__table__.c[field.name] for field in fields(Quantity)]
-    query = select(*columns).join(Run, Run.id == DeclaredQuantity.run_id)
+    columns = [models.DeclaredQuantity.__table__.c[field.name] for field in fields(Quantity)]
+    query = select(*columns).join(Run, Run.id == models.DeclaredQuantity.run_id)
     if run_ids is not None:
-        query = query.where(DeclaredQuantity.run_id.in_(run_ids))
-    query = query.order_by(Run.created_at.desc(), DeclaredQuantity.position)
+        query = query.where(models.DeclaredQuantity.run_id.in_(run_ids))
+    query = query.order_by(Run.created_at.desc(), models.DeclaredQuantity.position)
     return Quantities([_DECLARATION.validate_python(row) for row in _mappings(store, query)])
 
 
@@ -253,7 +235,7 @@ def counts(store: Store) -> dict[str, int]:
             "points": sum(by_state.values()),
             **{f"points_{state.value}": by_state.get(state, 0) for state in PointState},
             "metrics": session.scalars(select(number).select_from(Point).join(Point.metrics)).one(),
-            "verdicts": session.scalars(select(number).select_from(Verdict)).one(),
+            "verdicts": session.scalars(select(number).select_from(models.Verdict)).one(),
         }
 
 

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     AwareDatetime,
     BaseModel,
     ConfigDict,
@@ -37,16 +36,7 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def _in_utc(moment: datetime) -> datetime:
-    try:
-        moment.astimezone(UTC)  # the year 1 of a zone in the east is before it
-    except OverflowError:
-        raise ValueError("is out of range; give a time between the years 1 and 9999 of UTC") from None
-    return moment
-
-
 # Bounds of every database: SQLite would take more, and Postgres refuse it.
-Moment = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 Name = Annotated[str, Field(max_length=200)]
 PointId = Annotated[str, Field(max_length=240)]
 Hash = Annotated[str, Field(max_length=64)]
@@ -88,7 +78,7 @@ class _Plain(BaseModel):
 class _Record(_Plain):
     v: Literal[1] = 1
     run_id: Name
-    at: Moment = Field(default_factory=now)
+    at: AwareDatetime = Field(default_factory=now)
 
 
 class RunRecord(_Record):
@@ -187,7 +177,7 @@ class OutcomeRecord(_Record):
     attempt: Number
     state: PointState
     reason: str | None = None
-    started_at: Moment | None = None
+    started_at: AwareDatetime | None = None
     metrics: tuple[MetricData, ...] = ()
     route: dict[str, str] = {}
     environment: dict[str, Any] = {}
@@ -212,10 +202,8 @@ class ArtifactRecord(_Record):
 
 
 class SeriesRecord(_Record):
-    """Samples of one series of an attempt, in the order taken; a series comes in many such pieces.
-
-    `steps`, `times` (seconds since 1970 UTC) and `values` are of equal length.
-    """
+    """Samples of one series of an attempt, in the order taken; a series comes in many such pieces. Times are seconds
+    since 1970 UTC."""
 
     type: Literal["series"] = "series"
     point_id: PointId

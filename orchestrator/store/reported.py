@@ -42,7 +42,6 @@ _SEED_METRICS = {
 _SEED_CONFIG = ("layers", "dim", "heads", "kv_groups", "batch", "seq_len")
 _SEED_SAME = ("gpu", "torch", "implementation", "pass", *_SEED_CONFIG, "branch", "selection_backend", "sliding_backend")
 _ENVIRONMENT = ("gpu", "torch", "triton")
-_WHOLE = 2**63 - 1024  # the largest that a float has below 2**63
 
 
 class ReportedError(UserError):
@@ -74,7 +73,7 @@ class Row(dict[str, str]):
     def integer(self, name: str) -> int | None:
         """The cell as an integer; None if empty."""
         value = self.number(name)
-        if value is not None and (value != int(value) or abs(value) > _WHOLE):
+        if value is not None and value != int(value):
             raise self.error(name, f"{shown(self[name])} is no whole number; correct the cell")
         return None if value is None else int(value)
 
@@ -121,17 +120,17 @@ class ReportedRun:
 
     def records(self) -> list[rec.Record]:
         """The run's records, the same for the same table; the beginning's hash is that of all others."""
-        plans: list[rec.Record] = []
+        rest: list[rec.Record] = []
         ends: list[rec.Record] = []
         for number, point in enumerate(self.points):
             about = {"run_id": self.run_id, "at": point.at, "point_id": f"{self.run_id}/{number}"}
             key = hashlib.sha256(f"{self.run_id}{point.label}{number}".encode()).hexdigest()[:16]
             planned = {name: getattr(point, name) for name in ("label", "config", "axes", "estimate_bytes")}
-            plans.append(rec.PointRecord(**about, index=number, key=key, **planned))
+            rest.append(rec.PointRecord(**about, index=number, key=key, **planned))
             ended = {name: getattr(point, name) for name in ("state", "reason", "environment", "metrics")}
             ends.append(rec.OutcomeRecord(**about, attempt=1, **ended))
         times = [point.at for point in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
-        rest = [*plans, *ends]
+        rest += ends
         rest += [rec.EventRecord(run_id=self.run_id, at=min(times), message=note) for note in self.notes]
         rest.append(rec.RunEndRecord(run_id=self.run_id, at=max(times), state=RunState.DONE))
         begin = rec.RunRecord(
@@ -186,6 +185,15 @@ def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> Report
     whole = row["pass"] == "forward+backward" and row["branch"] == "all"
     estimated = estimates.get(tuple(row[name] for name in _SEED_CONFIG)) if whole else None
     label = f"{implementation} {row['pass']} {layers} layers dim {row['dim']} S={length}"
+    metrics = []
+    for each in rows if state is PointState.OK else ():
+        value = each.number("value")
+        if each["metric"] not in _SEED_METRICS:
+            raise each.error("metric", f"{each['metric']!r} is unknown; use one of {', '.join(_SEED_METRICS)}")
+        if value is None:
+            raise each.error("value", "'' is missing from an ok row; fill it in or correct the status")
+        quantity, factor = _SEED_METRICS[each["metric"]]
+        metrics.append(_metric(quantity, value * factor, f" {each['metric']}"))
     return ReportedPoint(
         label=label + _in_brackets(version, row["note"]),
         axes={
@@ -202,22 +210,12 @@ def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> Report
         },
         at=row.time(),
         environment={name: row[name] for name in _ENVIRONMENT if row[name]},
-        metrics=tuple(map(_seed_metric, rows)) if state is PointState.OK else (),
+        metrics=tuple(metrics),
         state=state,
         reason=None if state is PointState.OK else f"reported as {row['status']}" + _in_brackets(row["note"]),
         estimate_bytes=None if estimated is None else round(estimated * 2**20),
         config={name: text for name, text in row.items() if name not in ("file", "metric", "value", "unit") and text},
     )
-
-
-def _seed_metric(row: Row) -> rec.MetricData:
-    value = row.number("value")
-    if row["metric"] not in _SEED_METRICS:
-        raise row.error("metric", f"{row['metric']!r} is unknown; use one of {', '.join(_SEED_METRICS)}")
-    if value is None:
-        raise row.error("value", "'' is missing from an ok row; fill it in or correct the status")
-    quantity, factor = _SEED_METRICS[row["metric"]]
-    return _metric(quantity, value * factor, f" {row['metric']}")
 
 
 def peers(rows: list[Row]) -> Iterable[ReportedRun]:
@@ -284,30 +282,26 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
         cell = row[name]
         whole = cell.removeprefix("-").isdecimal() and str(int(cell)) == cell
         axes[name.removeprefix(MORE)] = int(cell) if whole else cell
+    metrics: dict[str, rec.MetricData] = {}
+    for each in (each for each in rows if each["metric"]):
+        name, value = each["metric"], each.number("value")
+        spread: dict[str, Any] = {column: each.number(column) for column in ("p10", "p90", "ci_low", "ci_high")}
+        if value is None:
+            raise each.error("value", "'' is missing; fill it in or remove the row")
+        if name in metrics:
+            twice = f"{shown(name)} is there twice for the point {shown(each['point_id'])}"
+            raise each.error("metric", f"{twice}; remove one of the rows")
+        metrics[name] = rec.MetricData(name=name, unit=each["unit"], value=value, method=each["method"], **spread)
     return ReportedPoint(
         label=row["label"],
         axes=axes,
         at=row.time("ended_at" if row["ended_at"] else "created_at"),
         environment={"gpu": row["gpu"]} if row["gpu"] else {},
-        metrics=_exported_metrics([each for each in rows if each["metric"]]),
+        metrics=tuple(metrics.values()),
         state=ended,
         reason=row["reason"] or (None if ended is state else f"was {row['state']} when it was exported"),
         estimate_bytes=row.integer("estimate_bytes"),
     )
-
-
-def _exported_metrics(rows: list[Row]) -> tuple[rec.MetricData, ...]:
-    metrics: dict[str, rec.MetricData] = {}
-    for row in rows:
-        name = row["metric"]
-        spread: dict[str, Any] = {column: row.number(column) for column in ("p10", "p90", "ci_low", "ci_high")}
-        if (value := row.number("value")) is None:
-            raise row.error("value", "'' is missing; fill it in or remove the row")
-        if name in metrics:
-            twice = f"{shown(name)} is there twice for the point {shown(row['point_id'])}"
-            raise row.error("metric", f"{twice}; remove one of the rows")
-        metrics[name] = rec.MetricData(name=name, unit=row["unit"], value=value, method=row["method"], **spread)
-    return tuple(metrics.values())
 
 
 def _metric(quantity: Quantity, value: float, how: str) -> rec.MetricData:

@@ -22,10 +22,7 @@ _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one P
 def upgrade(url: str) -> tuple[str | None, str]:
     """Create or migrate the database at `url`, in one transaction. Returns (revision before, revision after).
 
-    Raises:
-        StoreError: the URL is wrong, the schema is of a version before 0.2.0 or newer than this code, or a SQLite file
-            is another application's.
-        StoreUnavailable: the database cannot be reached.
+    Raises StoreError if the URL is wrong or the database cannot be migrated, StoreUnavailable if it cannot be reached.
     """
     parsed = parse(url)
     if parsed.get_backend_name() == "sqlite":

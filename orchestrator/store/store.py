@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -43,21 +42,19 @@ class Store(AbstractContextManager["Store"]):
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, readonly: bool = False) -> Store:
-        """Connect to `url` and check that its schema is current.
+        """Connect to `url` and check that its schema is current. Raises StoreError, StoreUnavailable.
 
         Creates and migrates a SQLite file if `create` (and not `readonly`); only `nsa db upgrade` migrates Postgres.
-
-        Raises:
-            StoreError: a wrong URL, no such file, another application's, or a schema of another version.
-            StoreUnavailable: the database cannot be reached.
         """
         parsed = parse(url)
         if parsed.get_backend_name() == "sqlite":
             path = Path(parsed.database or "").absolute()
             if create and not readonly:
                 schema.upgrade(url)
-            elif problem := _problem(path):
-                raise StoreError(f"{SETTING}: {shown(parsed)!r}: {problem}")
+            elif is_missing(path):
+                raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
+            elif not path.is_file():  # SQLite would wait for a pipe
+                raise StoreError(f"{SETTING}: {shown(parsed)!r}: is no file that can be read; name another")
         engine = make_engine(parsed, readonly=readonly)
         try:
             with errors(parsed), engine.connect() as connection:
@@ -141,13 +138,3 @@ class Store(AbstractContextManager["Store"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _problem(path: Path) -> str | None:
-    """Why a database that should be there cannot be opened, and the fix; None if it is a file."""
-    if is_missing(path):
-        return "no such file; run a job or `nsa db upgrade` first"
-    try:
-        return None if stat.S_ISREG(path.stat().st_mode) else "is no file; name another"
-    except OSError as err:  # another user's, mostly: a new database is no fix
-        return f"cannot be looked at ({err.strerror}); have it made readable, or name another file"

@@ -35,9 +35,7 @@ _UNENDED = (PointState.PENDING, PointState.RUNNING)
 def apply(session: Session, records: Iterable[rec.Record]) -> None:
     """Write records in their order; those of one type that follow each other are written together.
 
-    Raises:
-        StoreError: a record is inconsistent (metrics of a failed point), or its point is unknown.
-        RunMissingError: its run is unknown.
+    Raises StoreError if a record is inconsistent or its point unknown, RunMissingError if its run is.
     """
     for kind, same in groupby(records, type):
         most = 50 if kind is rec.SeriesRecord else 500  # at once: a piece of a series has up to 1,000 samples
@@ -140,26 +138,24 @@ def _outcomes(session: Session, records: Sequence[rec.OutcomeRecord]) -> None:
         gpu = None if gpu is None else rec.without_nul(str(gpu))
         environments[_digest(content)] = {"id": _digest(content), "gpu": gpu, "content": content}
     _insert_new(session, Environment, list(environments.values()))
-    ended: list[rec.OutcomeRecord] = []
+    metrics = []
     for record in records:
         point = points[record.point_id]
         attempt = _attempt(point, record.attempt)
-        if attempt.state in _UNENDED:
-            attempt.state, attempt.reason = record.state, record.reason
-            attempt.settled = record.final and record.state.settles
-            attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
-            attempt.route = dict(record.route)
-            attempt.environment_id = _digest(record.environment) if record.environment else None
-            _choose_attempt(point)
-            ended.append(record)
-    session.flush()
-    metrics = []
-    for end in ended:
-        of = {"point_id": end.point_id, "attempt": end.attempt}
-        for metric in end.metrics:
+        if attempt.state not in _UNENDED:
+            continue
+        attempt.state, attempt.reason = record.state, record.reason
+        attempt.settled = record.final and record.state.settles
+        attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
+        attempt.route = dict(record.route)
+        attempt.environment_id = _digest(record.environment) if record.environment else None
+        _choose_attempt(point)
+        of = {"point_id": record.point_id, "attempt": record.attempt}
+        for metric in record.metrics:
             # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
             more = {"ci_low": None, "ci_high": None} if 0 < len(metric.samples) < FEWEST_SAMPLES else {}
             metrics.append({**metric.model_dump(), "samples": list(metric.samples), **of, **more})
+    session.flush()
     if metrics:  # with RETURNING, as in `_insert_new`
         session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
 
@@ -180,10 +176,9 @@ def _choose_attempt(point: Point) -> None:
 
 
 def _artifacts(session: Session, records: Sequence[rec.ArtifactRecord]) -> None:
-    """Store files of attempts that are not stored yet."""
     _existing(session, records)
     files = [{**one.artifact.model_dump(), "point_id": one.point_id, "attempt": one.attempt} for one in records]
-    session.execute(_dialect(session).insert(Artifact).on_conflict_do_nothing(), files)
+    _insert_new(session, Artifact, files)
 
 
 def _series(session: Session, records: Sequence[rec.SeriesRecord]) -> None:
@@ -210,17 +205,15 @@ def _events(session: Session, records: Sequence[rec.EventRecord]) -> None:
         _run(session, run_id)
     _existing(session, [record for record in records if record.point_id is not None])
     names = ("run_id", "point_id", "at", "level", "message")
-    rows = [{name: getattr(record, name) for name in names} for record in records]
-    ids = [_digest(record.model_dump(mode="json")) for record in records]
-    _insert_new(session, Event, [{"id": key, **row} for key, row in zip(ids, rows, strict=True)])
+    events = {_digest(one.model_dump(mode="json")): {name: getattr(one, name) for name in names} for one in records}
+    _insert_new(session, Event, [{"id": key, **columns} for key, columns in events.items()])
 
 
-def _insert_new(session: Session, table: type[Event] | type[Environment], rows: list[dict[str, Any]]) -> None:
-    """Insert the rows whose ids do not exist, even if another writer inserts them concurrently."""
-    stored = set(session.scalars(select(table.id).where(table.id.in_([row["id"] for row in rows]))))
-    if missing := [row for row in rows if row["id"] not in stored]:
+def _insert_new(session: Session, table: type[Artifact | Environment | Event], rows: list[dict[str, Any]]) -> None:
+    """Insert the rows that do not exist, even if another writer inserts them concurrently."""
+    if rows:
         # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
-        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), missing)
+        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), rows)
 
 
 _OfPoint = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -48,11 +47,3 @@ def test_a_job_goes_to_the_cluster_of_the_env_file(tmp_path: Path, env_file: str
     address, port = expected
     assert f"job submit --address {address} " in done.stdout
     assert f"Dashboard: http://127.0.0.1:{port}/ " in done.stdout
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_the_list_of_commands_has_every_target_of_contributing() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    listed = dict(re.findall(r"^  make (\S+) +(\S.*)$", done.stdout, re.MULTILINE))
-    named = re.findall(r"^make (\S+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert {"test", "test-thorough"} <= {*named} <= {*listed}

@@ -39,13 +39,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / journal.NAME
 
 
-def test_written_records_are_read_back(path: Path) -> None:
-    records = [note("a"), note("b – ü\n")]
-    with Journal(path) as book:
-        book.append(records)
-    assert list(journal.read(path)) == records
-
-
 @pytest.mark.parametrize("before", [[], ["a"]], ids=["alone", "after a record"])
 @pytest.mark.parametrize("torn", ['{"v":1,"run_id":"r","type":"ev', '{"v":1}', "\0\0\0", '{"half": "ü'])
 def test_a_torn_last_line_is_skipped_and_then_removed(path: Path, torn: str, before: list[str]) -> None:

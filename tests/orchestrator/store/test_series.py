@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from sqlalchemy import text
 
 from jobs.schema.states import PointState
@@ -78,19 +77,3 @@ def test_a_read_can_be_thinned_to_samples_evenly_spaced_with_the_last(failed: St
     assert many == [*range(0, 1000, 10), 999]
     assert frame.loc[frame["rank"] == 1, "step"].tolist() == list(range(7))
     assert frame["at"].iloc[1] == T0 + timedelta(seconds=1.25)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"values": (1.0,)},
-        {"values": (1.0, float("nan"))},
-        {"rank": -1},
-        {"steps": (0, -1)},
-        {"name": ""},
-        {"times": (0.0, 1e12)},
-    ],
-)
-def test_a_record_that_cannot_be_stored_is_none(changes: dict) -> None:
-    with pytest.raises(ValidationError):
-        piece(0, 2, **changes)
