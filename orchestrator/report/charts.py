@@ -54,10 +54,8 @@ def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart
     y = alt.Y("series:N", title=None, sort=list(names.values()), axis=axis)
     color, shape = alt.Color("color:N", scale=None), alt.Shape("mark:N", scale=None)
     tooltip = [alt.Tooltip(f"{name}:Q", format=".3f") for name in ("exponent", "ci_low", "ci_high", "overhead")]
-    interval, point = (
-        alt.Chart(frame).mark_rule(strokeWidth=3, clip=True),
-        alt.Chart(frame).mark_point(size=90, **_MARK),
-    )
+    interval = alt.Chart(frame).mark_rule(strokeWidth=3, clip=True)
+    point = alt.Chart(frame).mark_point(size=90, **_MARK)
     layers = [
         alt.Chart(_GUIDES).mark_rule(color=GREY, strokeDash=[4, 4]).encode(x=x),
         alt.Chart(_GUIDES).mark_text(color=GREY, dy=-8, baseline="bottom").encode(x=x, y=alt.value(0), text="text:N"),
@@ -69,27 +67,18 @@ def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart
 
 
 def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerChart, Legend]:
-    """Local exponents of one quantity, the slopes over about an octave, against the sequence length.
-
-    Args:
-        fits: fits of one metric (`fits_frame`), each with its `LocalSlope`s in a column `local`.
-    """
+    """Local exponents, the slopes over about an octave, against S: of fits of one metric (`fits_frame`), each with its
+    `LocalSlope`s in a column `local`."""
     rows = fits.to_dict("records")
     names = series.labels(rows, quantities)
     slopes = [(row, slope) for row in rows for slope in row["local"]]
-    frame = pd.DataFrame(
-        [
-            _mark(row, names)
-            | {
-                "seq_len": math.sqrt(slope.low * slope.high),
-                "range": f"{length_label(slope.low)} to {length_label(slope.high)}",
-                "exponent": slope.exponent,
-                "low": slope.exponent - slope.error,
-                "high": slope.exponent + slope.error,
-            }
-            for row, slope in slopes
-        ]
-    )
+    drawn = []
+    for row, slope in slopes:
+        exponent, length = slope.exponent, math.sqrt(slope.low * slope.high)
+        where = {"seq_len": length, "range": f"{length_label(slope.low)} to {length_label(slope.high)}"}
+        interval = {"exponent": exponent, "low": exponent - slope.error, "high": exponent + slope.error}
+        drawn.append(_mark(row, names) | where | interval)
+    frame = pd.DataFrame(drawn)
     title = f"local exponent of {quantities.of(rows[0]['metric']).legend}"
     shown = [min(0, *frame["exponent"]) - 0.2, max(2.1, *frame["exponent"]) + 0.2]  # no mark is cut
     y = alt.Y("exponent:Q", title=title, scale=alt.Scale(domain=shown, nice=False), axis=alt.Axis(grid=False))
@@ -125,11 +114,7 @@ def _mark(row: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def branch_chart(frame: pd.DataFrame) -> tuple[alt.Chart, Legend]:
-    """Each branch's share of one series' time, a bar per sequence length, the compressed branch at the foot.
-
-    Args:
-        frame: rows of one series (`orchestrator.judge.branches.shares_frame`).
-    """
+    """Each branch's share of one series' time (`shares_frame`), a bar per length, the compressed branch at the foot."""
     present = set(frame["branch"])
     order = [branch.value for branch in Branch if branch.value in present]
     legend = [(branch, Look(_BRANCHES[Branch(branch)], "square")) for branch in order]

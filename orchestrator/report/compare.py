@@ -101,32 +101,22 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cells of two sides.
-
-    Attributes:
-        missing: why the first side lacks cells that the other has -> their number.
-        differences: what differs in the environments: its name -> the values of both.
-    """
+    """All cells of two sides."""
 
     first: Side
     other: Side
     quantity: Quantity
     cells: tuple[Compared, ...]
-    missing: Counter[str]
-    differences: Mapping[str, tuple[str, str]]
+    missing: Counter[str]  # why the first side lacks cells that the other has, and how many
+    differences: Mapping[str, tuple[str, str]]  # what differs in the environments, with the values of both
 
 
 def compare(
     store: Store, first: Side, others: Sequence[Side], metric: str = "time", threshold: float = 0.02
 ) -> list[Comparison]:
-    """Each of the others beside the first side.
+    """Each of the others beside the first side, by a metric. Raises UserError if a side has no value of it.
 
-    Args:
-        metric: name of the quantity.
-        threshold: the smallest difference worth speaking of, as a share; larger where a cell's noise floor is.
-
-    Raises:
-        UserError: a side has no value of the metric.
+    `threshold`: the smallest difference worth speaking of, as a share; larger where a cell's noise floor is.
     """
     floors = _noise(store, first, others, metric)
     quantity = queries.quantities(store, first.run_ids).of(metric)
@@ -135,27 +125,22 @@ def compare(
         raise UserError(_NO_VALUE.format(metric, first.name))
     for other in others:
         beside, after = _measured(store, other, metric)
-        pairs = [
-            paired(cell, one, beside[cell], max(threshold, floors.get(cell, 0.0)))
-            for cell, one in base.items()
-            if cell in beside
-        ]
-        cells = judged(pairs, quantity.better or Better.LOWER)
-        # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
-        gone = [
-            Compared(
-                cell, one, _NOTHING, threshold, note=why, change=Change.FAILED if why in FAILED else Change.LACKING
-            )
-            for cell, one in base.items()
-            if cell not in beside and (why := after.get(cell, "not planned"))
-        ]
-        failed = [cell for cell in gone if cell.change is Change.FAILED]
+        pairs, failed, lacking = [], [], []
+        for cell, one in base.items():
+            if cell in beside:
+                pairs.append(paired(cell, one, beside[cell], max(threshold, floors.get(cell, 0.0))))
+                continue
+            # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
+            why = after.get(cell, "not planned")
+            change = Change.FAILED if why in FAILED else Change.LACKING
+            gone = Compared(cell, one, _NOTHING, threshold, note=why, change=change)
+            (failed if change is Change.FAILED else lacking).append(gone)
         if not beside and not failed:
             raise UserError(_NO_VALUE.format(metric, other.name))
+        cells = judged(pairs, quantity.better or Better.LOWER)
         missing = Counter(before.get(cell, "not planned") for cell in beside if cell not in base)
         differences = _differences(store, cells)
-        cells = (*failed, *cells, *(cell for cell in gone if cell.change is Change.LACKING))
-        comparisons.append(Comparison(first, other, quantity, cells, missing, differences))
+        comparisons.append(Comparison(first, other, quantity, (*failed, *cells, *lacking), missing, differences))
     return comparisons
 
 
@@ -262,14 +247,10 @@ def _differences(store: Store, cells: Sequence[Compared]) -> dict[str, tuple[str
 def coordinates(cell: Cell) -> dict[str, str]:
     """Where a cell is, by the headings of a table."""
     values = dict(cell)
-    return {
-        "implementation": values.get("implementation", ""),
-        "pass": values.get("pass", ""),
-        "shape": full_shape(values),
-        "S": values.get("seq_len", ""),
-        "batch": values.get("batch", ""),
-        "dtype": values.get("dtype", ""),
-    }
+    names = ("implementation", "pass", "seq_len", "batch", "dtype")
+    implementation, pass_, length, batch, dtype = (values.get(name, "") for name in names)
+    where = {"implementation": implementation, "pass": pass_, "shape": full_shape(values)}
+    return where | {"S": length, "batch": batch, "dtype": dtype}
 
 
 def word(change: Change, quantity: Quantity) -> str:

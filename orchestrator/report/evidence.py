@@ -9,7 +9,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import cache
 from typing import Any
 
@@ -36,11 +35,7 @@ _LINEAR, _QUADRATIC = 1.25, 1.7  # exponents up to which, and from which on, a g
 
 
 class Evidence:
-    """Points and values of stored runs, each read once.
-
-    Args:
-        run_ids: newest first; the newest run that has a point is its evidence.
-    """
+    """Points and values of stored runs, given newest first, each read once."""
 
     def __init__(self, store: Store, run_ids: Sequence[str], load: LoadSpec) -> None:
         self.store = store
@@ -60,9 +55,12 @@ class Evidence:
 class Spec:
     """A ready spec with settings, and what its stored runs say."""
 
-    def __init__(self, evidence: Evidence, file: str, *settings: str, without: Sequence[str] = ()) -> None:
-        """Find the runs that were submitted with these settings, and not with one of `without`."""
+    def __init__(
+        self, evidence: Evidence, file: str, *settings: str, without: Sequence[str] = (), commit: str = ""
+    ) -> None:
+        """Find the runs (of this commit) that were submitted with these settings, and not with one of `without`."""
         self._evidence = evidence
+        self._without = without
         self.file = file
         self.settings = settings
         self.title = " ".join([file, *settings])
@@ -81,18 +79,14 @@ class Spec:
             ran = self._defaults | run["spec"]
             asked = all(_setting(ran, name) == value for name, value in wanted.items())
             other = any(_setting(ran, name) == value for name, value in refused)
-            if run["name"] == self._ready["name"] and asked and not other:
+            if run["name"] == self._ready["name"] and asked and not other and commit in ("", run["git_commit"]):
                 self.runs.append(run)
         self.newest = self.runs[0] if self.runs else None
         self.all_points = evidence.points(self.newest["run_id"]) if self.newest else []
 
     def at_commit(self, commit: str) -> Spec:
         """The same spec with its runs of one commit alone."""
-        other = copy(self)
-        other.runs = [run for run in self.runs if run["git_commit"] == commit]
-        other.newest = other.runs[0] if other.runs else None
-        other.all_points = self._evidence.points(other.newest["run_id"]) if other.newest else []
-        return other
+        return Spec(self._evidence, self.file, *self.settings, without=self._without, commit=commit)
 
     def points(self, **axes: object) -> list[Row]:
         """Ended points with these axes, of the newest run that has some; `env` and `python` are the usual ones."""

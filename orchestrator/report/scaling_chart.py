@@ -58,8 +58,6 @@ def scaling_chart(
     Args:
         rows: rows of `v_scaling`, some of them `drawable`; other metrics are left out.
         fits: `orchestrator.judge.analysis.fits_frame`; those of other metrics and series are left out.
-        quantity: the quantity to draw against S.
-        height: height of the plot, in pixels.
         legend: whether the legend is in the chart itself, too.
     """
     every = _points(rows, quantity)
@@ -128,10 +126,8 @@ def _points(rows: pd.DataFrame, quantity: Quantity) -> Frame:
 
 
 def _named(points: Frame, laws: Mapping[str, Row]) -> Frame:
-    """The points with the name of their series in the legend: label, dashes if its look is not its own, law.
-
-    Those that their fit leaves out turn paler.
-    """
+    """The points with the name of their series in the legend: label, dashes if its look is not its own, law. Those that
+    their fit leaves out turn paler."""
     records = points.to_dict("records")
     labels = series.labels(records, Quantities())
     rows = {row["key"]: row for row in records}

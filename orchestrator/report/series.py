@@ -108,11 +108,8 @@ def full_shape(row: Row) -> str:
 
 
 def look(implementation: object) -> Look:
-    """The fixed colour and mark of an implementation.
-
-    A variant ("dense, flash-attn-4 4.0", "nsa-vibe (cmp)") looks like the longest name of LOOKS that it begins with.
-    The looks of all other names are drawn from a hash of the name; two may share a colour, seldom a mark as well.
-    """
+    """The fixed colour and mark of an implementation: those of the longest name of LOOKS that it begins with, so that
+    "dense, flash-attn-4 4.0" has a look; else by a hash of the name. Two may share a colour, seldom a mark as well."""
     name = text(implementation)
     known = [one for one in LOOKS if name == one or name.startswith((f"{one} ", f"{one},"))]
     if known:
@@ -126,10 +123,10 @@ def dashes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
     seen: Counter[tuple[Look, bool]] = Counter()
     found = []
     for row in rows:
-        kind = look(row["implementation"]), row["origin"] == "reported"
-        place = seen[kind] % (len(DASHES) - kind[1])
-        found.append(list(DASHES)[place + kind[1]])
-        seen[kind] += 1
+        alike = look(row["implementation"]), row["origin"] == "reported"
+        patterns = list(DASHES)[1:] if row["origin"] == "reported" else list(DASHES)
+        found.append(patterns[seen[alike] % len(patterns)])
+        seen[alike] += 1
     return found
 
 

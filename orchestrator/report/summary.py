@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-import pandas as pd
 from rich.console import Console
 
 from jobs.schema.quantities import Role, readable
@@ -18,7 +17,7 @@ from orchestrator.judge.steps import merged, total
 from orchestrator.judge.verdicts import TargetVerdict, evaluate, save_verdicts
 from orchestrator.report import bench
 from orchestrator.report.series import own_axes
-from orchestrator.report.table import Table
+from orchestrator.report.table import Table, points_table
 from orchestrator.store import Store, queries
 from orchestrator.terminal import PlainConsole
 
@@ -41,10 +40,11 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
                 console.print(table.rich())
                 console.print(table.note, style="dim", soft_wrap=False)
     else:
-        headline = queries.quantities(store, [run_id]).names(role=Role.HEADLINE)
+        quantities, metrics = queries.quantities(store, [run_id]), queries.measurements(store, run_ids=[run_id])
+        headline = quantities.names(role=Role.HEADLINE)
         fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
-        metrics = queries.measurements(store, run_ids=[run_id])
-        table = _growth(fits) if fits else _results(metrics, headline)
+        metrics = metrics.loc[metrics["metric"].isin(headline)]
+        table = _growth(fits) if fits else points_table("Results", metrics, quantities, {})
         if table.rows:
             console.print(table.rich())
     gates = load_gates(gates_file)
@@ -65,21 +65,6 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
         console.print(f"no evidence in this run for {', '.join(blank)}")
 
 
-def _results(metrics: pd.DataFrame, headline: Sequence[str]) -> Table:
-    """The headline quantities, a row per point."""
-    names = [name for name in headline if name in set(metrics["metric"])]
-    metrics = metrics.loc[metrics["metric"].isin(names)]
-    units = dict(zip(metrics["metric"], metrics["unit"], strict=True))
-    spoken = {name for name, unit in units.items() if unit in ("s", "min", "h")}
-    titles = [name if units[name] == "1" or name in spoken else f"{name} ({units[name]})" for name in names]
-    rows = []
-    for label, group in metrics.groupby("label", sort=False):
-        values = dict(zip(group["metric"], group["value"], strict=True))
-        texts = {name: readable(values[name], units[name] if name in spoken else "1") for name in values}
-        rows.append([str(label), *(texts.get(name, "") for name in names)])
-    return Table("Results", "", ["point", *titles], rows)
-
-
 def _growth(fits: Sequence[Fit]) -> Table:
     """The fitted growth, a row per series and metric."""
     rows = []
@@ -93,11 +78,8 @@ def _growth(fits: Sequence[Fit]) -> Table:
 
 
 def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = False) -> None:
-    """Print a line a machine: the verdict, the answers, what it would cost to find out; of one target also the words.
-
-    Args:
-        why: also each rule with its evidence, and the SQL of the figures.
-    """
+    """Print a line a machine: the verdict, the answers, what it would cost to find out; of one target also the words;
+    with `why` each rule with its evidence, and the SQL of the figures."""
     for decision in decisions:
         console.print(f"{decision.result}  {decision.name}: {decision.title}", style=_STYLE[decision.result])
         asked = [each for each in QUESTIONS if any(each in verdict.questions for verdict in decision.verdicts)]

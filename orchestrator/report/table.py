@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import pandas as pd
 from markupsafe import Markup
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from jobs.schema.plain_text import for_file, for_html, in_a_line
+from jobs.schema.quantities import Quantities, readable
 
 _COLORS = {"ok": "green", "done": "green", "running": "cyan", "pending": "bright_black", "skipped": "bright_black"}
 _COLORS |= {"missing": "yellow", "broken": "red"}
@@ -48,11 +50,8 @@ class Table:
         return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
     def rich(self, *, fold: bool = False) -> RichTable:
-        """Title, columns and rows for a terminal, states in colours.
-
-        Args:
-            fold: every cell may take several lines; else only those of columns of long texts, which would cut others.
-        """
+        """Title, columns and rows for a terminal, states in colours. `fold`: every cell may take several lines; else
+        only those of columns of long texts, which would cut others."""
         table = RichTable(
             title=Text(in_a_line(self.title)), title_justify="left", title_style="bold", header_style="bold", box=None,
             pad_edge=False,
@@ -64,6 +63,19 @@ class Table:
             cells = zip(self.columns, map(in_a_line, row), strict=True)
             table.add_row(*(Text(cell, _COLORS.get(cell, "red") if name == "state" else "") for name, cell in cells))
         return table
+
+
+def points_table(title: str, metrics: pd.DataFrame, quantities: Quantities, names: Mapping[str, str]) -> Table:
+    """A row per point and a column per quantity, of rows of v_metrics; without names, runs have no column."""
+    named = set(zip(metrics["metric"], metrics["unit"], strict=True))
+    columns = sorted(named, key=lambda one: (quantities.place(one[0]), one))
+    values: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    for row in metrics.to_dict("records"):
+        point = (names[row["run_id"]], row["label"]) if names else (row["label"],)
+        values.setdefault(point, {})[row["metric"], row["unit"]] = readable(row["value"])
+    headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
+    rows = [[*point, *(found.get(one, "") for one in columns)] for point, found in values.items()]
+    return Table(title, "", [*(["run"] if names else []), "point", *headings], rows)
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

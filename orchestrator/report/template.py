@@ -40,21 +40,15 @@ SUFFIX = ".j2"
 def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out: Path | None = None) -> str:
     """The text of a report's template; with `out`, it and its charts are written there, too.
 
-    Args:
-        run_ids: the runs that the template sees, newest first.
-        load: reads a ready spec, for `spec(...)` in the template.
-
-    Raises:
-        ReportError: the template is wrong (the message names file and line), or a file cannot be written.
+    The template sees these runs, newest first, and ready specs by `load`. Raises ReportError if it is wrong (the
+    message names file and line), or a file cannot be written.
     """
     return _render(path.parent, path.name, Evidence(store, run_ids, load), out)
 
 
 def render_folder(store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec, out: Path) -> list[Path]:
-    """Render each template below a folder to the same place below `out`; names that begin with _ are parts of others.
-
-    Returns the files. Raises ReportError as `render`, and if there is no template.
-    """
+    """Render each template below a folder to the same place below `out`, except parts of others, whose names begin
+    with _. Returns the files. Raises ReportError as `render`, and if there is no template."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob(f"*{SUFFIX}")) if not path.name.startswith("_")]
     if not names:
         raise ReportError(f"template: '{folder}' holds no file *{SUFFIX}; name a template or a folder of templates")
@@ -155,10 +149,8 @@ class _Calls:
     def measured(
         self, run_ids: Iterable[str], metrics: Sequence[str], columns: Sequence[str] = ("label",), newest: bool = False
     ) -> Markup:
-        """A table with a row a point that has one of these metrics, after these columns of v_points.
-
-        `newest`: of several points that agree in these columns only that of the first run.
-        """
+        """A table with a row a point that has one of these metrics, after these columns of v_points; with `newest`, of
+        several points that agree in these columns only that of the first run."""
         units: dict[str, str] = {}
         rows: dict[tuple[str, ...], list[Any]] = {}
         for run_id in run_ids:
@@ -173,10 +165,7 @@ class _Calls:
         return self.table(rows.values(), [*columns, *titles])
 
     def chart(self, metric: str, run_ids: Sequence[str] | None = None, title: str = "", **axes: object) -> Markup:
-        """A chart of a metric against S with its fitted lines: an SVG in HTML, else a PNG beside the report.
-
-        `axes`: only points with these, as pass="forward".
-        """
+        """A chart of a metric against S, of points with these axes: an SVG in HTML, else a PNG beside the report."""
         run_ids = self._run_ids if run_ids is None else list(run_ids)
         rows = queries.scaling(self._store, run_ids=run_ids)
         for name, value in axes.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 import vl_convert
 
@@ -23,7 +23,7 @@ from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
 from orchestrator.report.series import full_shape, shape
-from orchestrator.report.table import Table, flat
+from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import example_spec, load_settings
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import to_csv, to_json
@@ -58,10 +58,7 @@ def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
 
 def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
     """Write the report to `path` in the format of its suffix; Markdown gets a PNG file per chart. Returns the files.
-
-    Raises:
-        ReportError: the suffix is unknown, there are no runs, or a file cannot be written.
-    """
+    Raises ReportError."""
     suffix, images = path.suffix.removeprefix("."), dict[Quantity, Path]()
     if suffix not in FORMATS:
         raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
@@ -87,8 +84,6 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:
     """The chart of a quantity against S, as wide as a page, in Vega-Lite; None without rows to draw."""
-    if sys.flags.optimize > 1:
-        raise ReportError("PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it")
     from orchestrator.report.scaling_chart import drawable, scaling_chart  # Altair takes long to import
 
     if drawable(rows, quantity).empty:
@@ -124,16 +119,13 @@ class _Facts:
         rows = queries.scaling(store, run_ids=run_ids)
         rows = rows.loc[rows["metric"].isin(self.quantities.names(role=Role.HEADLINE, plots=AGAINST_LENGTH))]
         general = rows["run_id"].isin(self.general)
-        self.benches = bench.collect(store, run_ids)
-        fullest = (
-            rows.loc[~general]
-            .groupby("run_id")["pass"]
-            .agg(lambda passes: bench.BOTH if bench.BOTH in set(passes) else bench.FORWARD)
-        )
-        self.scaling = rows.loc[general | (rows["pass"] == rows["run_id"].map(fullest))]
+        both = rows.loc[rows["pass"] == bench.BOTH, "run_id"]
+        fullest = np.where(rows["run_id"].isin(both), bench.BOTH, bench.FORWARD)
+        self.scaling = rows.loc[general | (rows["pass"] == fullest)]
         self.fits = scaling_fits(self.scaling)
         self.beside = rows.loc[general & (rows["plot"] == Plot.GROWTH)], queries.scaling(store, origin=Origin.REPORTED)
         self.verdicts = evaluate(store, load_gates(load_settings().gates), run_ids)
+        self.benches = bench.collect(store, run_ids)
         # Of each run's first ok point under each interpreter and environment: clocks and temperatures differ by point.
         ok = self.points[self.points["state"] == "ok"]
         ok = ok.groupby(["run_id", "env", "python"], dropna=False, sort=False).head(1)
@@ -189,9 +181,15 @@ class _Facts:
             yield Table.of("Scaling", note, [_fit(self.names[fit.run_id], fit) for fit in fits])
             yield self._results()
             yield _beside_reported(*self.beside)
-            yield from self._wide("Stages", Role.STAGE, self.general)
-        yield from self._wide("Further quantities", Role.DETAIL)
-        yield from self._wide("Telemetry", Role.TELEMETRY)
+        general, roles = self.metrics["run_id"].isin(self.general), self.metrics["role"]
+        shown = {
+            "Stages": general & (roles == Role.STAGE),
+            "Further quantities": roles == Role.DETAIL,
+            "Telemetry": roles == Role.TELEMETRY,
+        }
+        for title, chosen in shown.items():
+            if chosen.any():
+                yield points_table(title, self.metrics.loc[chosen], self.quantities, self.names)
         yield from self._states()
         for number, environment in enumerate(self.environments, 1):
             title = "Environment" if len(self.environments) == 1 else f"Environment {number}"
@@ -200,61 +198,32 @@ class _Facts:
 
     def _runs(self) -> Table:
         on_cpu = set(self.points.loc[self.points["device"] == "cpu", "run_id"])
-        rows = [
-            {
-                "run": str(run["run_id"]),
-                "kind": str(run["kind"]),
-                "origin": str(run["origin"]),
-                "state": str(run["state"]),
-                "points": f"{run['ok']} of {run['points']} ok",
-                "device": str(run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")),
-                "started": f"{run['created_at']:%Y-%m-%d %H:%M} UTC",
-                "commit": (run["git_commit"] or "")[:10]
-                + (" with changes" if run["git_commit"] and run["git_dirty"] else ""),
-            }
-            for run in self.runs
-        ]
+        columns = ["run", "kind", "origin", "state", "points", "device", "started", "commit"]
+        rows = []
+        for run in self.runs:
+            device = run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")
+            commit = (run["git_commit"] or "")[:10] + " with changes" * bool(run["git_commit"] and run["git_dirty"])
+            about = [run[name] for name in ("run_id", "kind", "origin", "state")]
+            started = f"{run['created_at']:%Y-%m-%d %H:%M} UTC"
+            rows.append([*about, f"{run['ok']} of {run['points']} ok", device, started, commit])
         note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
-        return Table.of("Runs", note, rows)
+        return Table("Runs", note, columns, rows)
 
     def _results(self) -> Table:
         headline = self.metrics.loc[self.metrics["run_id"].isin(self.general) & (self.metrics["role"] == Role.HEADLINE)]
         places = {name: self.quantities.place(name) for name in set(headline["metric"])}
         order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
         ordered = headline.sort_values(order, key=lambda by: by.map(places) if by.name == "metric" else by)
-        rows = [
-            {
-                "run": self.names[row["run_id"]],
-                "implementation": str(row["implementation"]),
-                "pass": str(row["pass"]),
-                "shape": full_shape(row),
-                "S": _whole(row["seq_len"]),
-                "batch": _whole(row["batch"]),
-                "metric": str(row["metric"]),
-                "value (95 % interval)": readable(row["value"])
-                + ("" if pd.isna(row["ci_low"]) else f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"),
-                "unit": str(row["unit"]),
-            }
-            for row in ordered.to_dict("records")
-        ]
+        columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
+        rows = []
+        for row in ordered.to_dict("records"):
+            value = readable(row["value"])
+            if not pd.isna(row["ci_low"]):
+                value += f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"
+            where = [self.names[row["run_id"]], str(row["implementation"]), str(row["pass"]), full_shape(row)]
+            rows.append([*where, _whole(row["seq_len"]), _whole(row["batch"]), row["metric"], value, row["unit"]])
         note = "The whole batch; brackets hold the interval of the median, of six samples or more."
-        return Table.of("Results", note, rows)
-
-    def _wide(self, title: str, role: Role, run_ids: Sequence[str] | None = None) -> Iterable[Table]:
-        """A table with a row per point and a column per quantity; none without metrics."""
-        metrics = self.metrics.loc[self.metrics["role"] == role]
-        metrics = metrics if run_ids is None else metrics.loc[metrics["run_id"].isin(run_ids)]
-        if metrics.empty:
-            return
-        named = set(zip(metrics["metric"], metrics["unit"], strict=True))
-        columns = sorted(named, key=lambda one: (self.quantities.place(one[0]), one))
-        values: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
-        for row in metrics.to_dict("records"):
-            point = values.setdefault((self.names[row["run_id"]], row["label"]), {})
-            point[row["metric"], row["unit"]] = readable(row["value"])
-        headings = [name if unit == "1" else f"{name} [{unit}]" for name, unit in columns]
-        rows = [[*point, *(found.get(one, "") for one in columns)] for point, found in values.items()]
-        yield Table(title, "", ["run", "point", *headings], rows)
+        return Table("Results", note, columns, rows)
 
     def _states(self) -> Iterable[Table]:
         axes, points = ["implementation", "pass"], self.points
@@ -293,26 +262,21 @@ def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
         if not verdict.measured:
             nothing.setdefault(verdict.decision, []).extend([verdict.hardware.title] if verdict.hardware else [])
             continue
-        rows = [
-            {
-                "rule": rule.rule,
-                "result": rule.result.value,
-                "value": "" if rule.value is None else readable(rule.value, rule.unit),
-                "bound": rule.limit,
-                "margin": "" if rule.margin is None else "+" * (rule.margin >= 0) + readable(rule.margin, rule.unit),
-                "reason": rule.reason,
-            }
-            for rule in verdict.rules
-        ]
+        rows = []
+        for rule in verdict.rules:
+            value = "" if rule.value is None else readable(rule.value, rule.unit)
+            margin = "" if rule.margin is None else "+" * (rule.margin >= 0) + readable(rule.margin, rule.unit)
+            rows.append([rule.rule, rule.result.value, value, rule.limit, margin, rule.reason])
         title = verdict.title + (f" (on {verdict.hardware.title})" if verdict.hardware else "")
         note = f"{title}. GO needs every rule; a rule without evidence is UNKNOWN."
         if len(verdict.commits) > 1:
             note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
-        yield Table.of(f"Verdict {verdict.name}: {verdict.result.value}", note, rows)
+        columns = ["rule", "result", "value", "bound", "margin", "reason"]
+        yield Table(f"Verdict {verdict.name}: {verdict.result.value}", note, columns, rows)
     if nothing:
         note = "These runs are evidence for no rule there; `nsa plan` lists the commands that would settle them."
-        rows = [{"decision": name, "hardware": ", ".join(titles) or "any"} for name, titles in nothing.items()]
-        yield Table.of("No verdict", note, rows)
+        rows = [[name, ", ".join(titles) or "any"] for name, titles in nothing.items()]
+        yield Table("No verdict", note, ["decision", "hardware"], rows)
 
 
 def _fit(run: str, fit: Fit) -> dict[str, str]:
@@ -328,33 +292,25 @@ def _fit(run: str, fit: Fit) -> dict[str, str]:
 
 
 def _beside_reported(ours: pd.DataFrame, reported: pd.DataFrame) -> Table:
-    """Our measured rows beside every reported row of the same shape, depth, batch and (if reported) dtype.
-
-    Our dense attention stands beside reported dense attention only.
-    """
+    """Our measured rows beside every reported row of the same shape, depth, batch and (if reported) dtype; our dense
+    attention beside reported dense attention only."""
     ours = ours.loc[ours["origin"] == Origin.MEASURED]
     ours = ours.loc[pd.DataFrame(ours[more_columns(ours.columns)]).isna().all(axis=1)]  # no reported figure has these
     columns = [*_SAME, "implementation", "dtype", "gpu", "value"]
     pairs = pd.DataFrame(ours[columns]).merge(pd.DataFrame(reported[columns]), on=_SAME, suffixes=("", "_reported"))
     pairs = pairs.loc[pairs["dtype_reported"].isna() | (pairs["dtype"] == pairs["dtype_reported"])]
-    rows = [
-        {
-            "ours": str(row["implementation"]),
-            "pass": str(row["pass"]),
-            "shape": shape(row),
-            "S": _whole(row["seq_len"]),
-            "batch": _whole(row["batch"]),
-            "metric": f"{row['metric']} [{row['unit']}]",
-            "measured": f"{readable(row['value'])} on {row['gpu'] or 'CPU'}",
-            "reported": f"{readable(row['value_reported'])} on {row['gpu_reported']}",
-            "reported of": str(row["implementation_reported"]),
-            "ratio": readable(row["value"] / row["value_reported"]),
-        }
-        for row in pairs.sort_values([*_SAME, "implementation", "value_reported"]).to_dict("records")
-        if bench.is_dense(str(row["implementation_reported"])) or not bench.is_dense(str(row["implementation"]))
-    ]
+    rows = []
+    for row in pairs.sort_values([*_SAME, "implementation", "value_reported"]).to_dict("records"):
+        name, other = str(row["implementation"]), str(row["implementation_reported"])
+        if bench.is_dense(other) or not bench.is_dense(name):
+            where = [name, str(row["pass"]), shape(row), _whole(row["seq_len"]), _whole(row["batch"])]
+            measured = f"{readable(row['value'])} on {row['gpu'] or 'CPU'}"
+            reported_value = f"{readable(row['value_reported'])} on {row['gpu_reported']}"
+            ratio = readable(row["value"] / row["value_reported"])
+            rows.append([*where, f"{row['metric']} [{row['unit']}]", measured, reported_value, other, ratio])
     note = "Same shape, dtype, length, batch and pass. Below 1, ours takes less. Mind the device of each figure."
-    return Table.of("Beside reported figures", note, rows)
+    columns = ["ours", "pass", "shape", "S", "batch", "metric", "measured", "reported", "reported of", "ratio"]
+    return Table("Beside reported figures", note, columns, rows)
 
 
 def _whole(value: float | None) -> str:
