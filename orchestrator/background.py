@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar
+from concurrent.futures import Future, wait
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -18,40 +19,26 @@ _LOOK_S = 0.1  # a signal may reach another thread, and then ends no wait of the
 _threads: list[threading.Thread] = []
 
 
-class BackgroundCall(Generic[T]):
-    """A call that is being made in a daemon thread."""
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """The result, to come, of a call that is made in a daemon thread."""
+    made: Future[T] = Future()
 
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._result: T
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._make, daemon=True)
-        self._thread.start()
-        _threads[:] = [other for other in _threads if other.is_alive()]
-        _threads.append(self._thread)
-
-    def done(self, timeout: float = 0.0) -> bool:
-        """Whether the call has returned or failed, after at most `timeout` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        """The result of a call that is done. Raises what the call raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _make(self) -> None:
+    def make() -> None:
         try:
-            self._result = self._call()
+            made.set_result(call())
         except BaseException as err:
-            self._error = err
+            made.set_exception(err)
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    _threads[:] = [*(other for other in _threads if other.is_alive()), thread]
+    return made
 
 
 def interruptibly(call: Callable[[], T], look: Callable[[], object] = lambda: None) -> T:
     """Make a call that an exception of a signal handler may leave, as may one of `look`, called meanwhile."""
-    made = BackgroundCall(call)
-    while not made.done(_LOOK_S):
+    made = in_background(call)
+    while not wait([made], _LOOK_S).done:
         look()
     return made.result()
 

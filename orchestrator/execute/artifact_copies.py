@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
-from orchestrator.background import BackgroundCall
+from orchestrator.background import in_background
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
 from orchestrator.messages import Assignment
 from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
@@ -22,23 +25,20 @@ _POLL_S = 0.1
 class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
     """Copies the files of one attempt, one after the other; a store that hangs holds up the end of the attempt alone.
 
-    What is being copied when the block ends is abandoned.
-
-    Args:
-        url: the store's; None: no file is kept.
+    What is being copied when the block ends is abandoned. `url` is the store's; None: no file is kept.
     """
 
     def __init__(self, assignment: Assignment, url: str | None) -> None:
-        self._assignment = assignment
-        self._url = url
+        self._assignment, self._url = assignment, url
         self._names: set[str] = set()
         self._pending: deque[Source] = deque()  # the first is being copied
-        self._copy: _Copy | None = None
+        self._copy: Future[ArtifactData] | None = None
+        self._last_piece = 0.0  # when the last piece of it was copied
+        self._abandoned = threading.Event()
         self._store = ArtifactStore(url or "")
 
     def __exit__(self, *_: object) -> None:
-        if self._copy is not None:
-            self._copy.abandoned = True
+        self._abandoned.set()
 
     def add(self, sources: Sequence[Source]) -> None:
         """Have files of the running attempt copied; waits for nothing."""
@@ -54,8 +54,8 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
         of_attempt = self._assignment
         while self._pending:
             source = self._pending[0]
-            copy = self._copy = self._copy or _Copy(self._store, of_attempt, source)
-            if copy.done(timeout):
+            copy = self._copy = self._copy or self._begin(source)
+            if wait([copy], timeout).done:
                 self._copy = None
                 self._pending.popleft()
                 try:
@@ -64,11 +64,11 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                     yield of_attempt.warning(f"file not kept: {err}")
                 except Exception as err:  # it must not cost the other files
                     yield of_attempt.warning(f"file not kept: {source.name!a}: {type(err).__name__}: {err}")
-            elif time.monotonic() - copy.last_piece < STALL_S:
+            elif time.monotonic() - self._last_piece < STALL_S:
                 return
             else:
-                copy.abandoned, self._copy = True, None
-                self._store = ArtifactStore(self._store.url)  # later files get a connection of their own
+                self._abandoned.set()
+                self._copy, self._store = None, ArtifactStore(self._store.url)  # later files get another connection
                 stalled = list(self._pending)
                 self._pending.clear()
                 reason = f"the artifact store {self._url} did not answer for {STALL_S:g} s"
@@ -77,11 +77,7 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
     def rest(
         self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[ArtifactRecord | EventRecord]:
-        """Copy the files of the attempt's end, too, and yield the records of all that remain.
-
-        Args:
-            stopped: polled several times a second; once true, the generator ends.
-        """
+        """Copy the files of the attempt's end, too, and yield the records of all that remain, until `stopped`."""
         self.add(sources)
         while self._pending and not stopped():
             for record in self.records(_POLL_S):
@@ -89,21 +85,15 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                 if stopped():
                     return
 
-
-class _Copy(BackgroundCall[ArtifactData]):
-    """The copy of one file, in a thread of its own. `last_piece` is when the last piece of it was copied."""
-
-    def __init__(self, store: ArtifactStore, point: Assignment, source: Source) -> None:
-        self.last_piece = time.monotonic()
-        self.abandoned = False
+    def _begin(self, source: Source) -> Future[ArtifactData]:
+        """Copy a file in a thread of its own, which ends with the next piece once nobody waits for it."""
+        attempt, abandoned = self._assignment, threading.Event()
+        self._abandoned, self._last_piece = abandoned, time.monotonic()
 
         def after_piece() -> None:
-            if self.abandoned:
+            if abandoned.is_set():
                 raise InterruptedError("nobody waits for the copy")
-            self.last_piece = time.monotonic()
+            self._last_piece = time.monotonic()
 
-        def copy() -> ArtifactData:
-            path = artifact_path(point.run_id, point_index(point.point_id), point.attempt, source.name)
-            return store.put(source, path, after_piece)
-
-        super().__init__(copy)
+        path = artifact_path(attempt.run_id, point_index(attempt.point_id), attempt.attempt, source.name)
+        return in_background(partial(self._store.put, source, path, after_piece))

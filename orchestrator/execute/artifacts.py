@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -24,7 +24,6 @@ from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import UserError
-from orchestrator.store import Store, queries
 from orchestrator.store.records import STORED_BYTES, ArtifactData
 
 _PIECE = 1 << 20
@@ -62,13 +61,8 @@ class StoredFile:
 
 
 def artifact_path(run_id: str, index: int, attempt: int, name: str) -> str:
-    """The path of a file, relative to the store. Raises ArtifactError for a name that is not a plain file name."""
-    return f"{run_id}/{index:04d}/{attempt}/{check_name(name)}"
-
-
-def checkpoints_path(run_id: str, point_id: str) -> str:
-    """The path of the folder with a point's checkpoints, relative to the store; the same for all attempts."""
-    return f"{run_id}/{point_index(point_id):04d}/checkpoints"
+    """The path of a file, relative to the store."""
+    return f"{run_id}/{index:04d}/{attempt}/{name}"
 
 
 def point_index(point_id: str) -> int:
@@ -88,11 +82,6 @@ def check_name(name: str) -> str:
 def kept_in(run: Mapping[str, Any]) -> str:
     """The store or folder in which a run (a row of queries.run) kept its files, in words."""
     return run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
-
-
-def stored_files(store: Store, run_id: str, point: int | None) -> list[StoredFile]:
-    """The files of a run's points, or of one, latest attempt first."""
-    return [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
 
 
 def fetch(url: str, files: Sequence[StoredFile], out: Path) -> list[str]:
@@ -121,33 +110,34 @@ def fetch(url: str, files: Sequence[StoredFile], out: Path) -> list[str]:
     return problems
 
 
+@dataclass
 class ArtifactStore:
     """The store at a URL (orchestrator.artifact_url.check). Contacts it when a file is written or read.
 
     For one thread: fsspec's connections are not shared.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._local = is_local(url)
+    url: str
 
     def put(self, source: Source, path: str, after_piece: Callable[[], None] = lambda: None) -> ArtifactData:
-        """Copy a file into the store, in pieces; nothing stays there of a copy that fails.
+        """Copy a file into the store, in pieces, to a path of `artifact_path`; nothing stays of a copy that fails.
 
-        Args:
-            path: from `artifact_path`.
-            after_piece: what it raises ends the copy.
-
-        Raises:
-            ArtifactError: the source cannot be read, or the store cannot be written.
+        What `after_piece` raises ends the copy. Raises ArtifactError: the source cannot be read, or the store written.
         """
+        check_name(source.name)
         if source.problem:
             raise ArtifactError(f"{_quoted(source.name)}: {source.problem}")
         unreadable = f"{_quoted(source.name)}: its file cannot be read"
         with contextlib.ExitStack() as block:
             with _naming(unreadable):
-                file, size = _opened(source)
-                block.enter_context(file)
+                if isinstance(source.content, str):
+                    data = source.content.encode(errors="replace")
+                    file, size = io.BytesIO(data), len(data)
+                else:
+                    file = block.enter_context(open_regular(source.content, buffering=0))
+                    end = os.fstat(file.fileno()).st_size
+                    file.seek(source.start)
+                    size = min(end, end if source.stop is None else source.stop) - source.start
             out = block.enter_context(self._writing(path))
             digest, tail, done = hashlib.sha256(), b"", 0
             while done < size:
@@ -172,22 +162,22 @@ class ArtifactStore:
         )
 
     def pieces(self, path: str, size: int, sha256: str) -> Iterator[bytes]:
-        """The content of a file, in pieces. The last one comes only if size and hash are right.
+        """The content of a file, in pieces; the last one comes only if size and hash are right.
 
-        Args:
-            path: as the database has it; it may be hostile.
-
-        Raises:
-            ArtifactError: a path out of the store, no such file, another content than was kept.
+        The path is as the database has it: it may be hostile. Raises ArtifactError: it leads out of the store, there is
+        no such file, or it has another content than was kept.
         """
         digest, held, done = hashlib.sha256(), b"", 0
-        for piece in self._reading(path):
-            if held:
-                yield held
-            digest.update(piece)
-            held, done = piece, done + len(piece)
-            if done > size:
-                break
+        with self._opened(path) as file:
+            while done <= size:
+                with self._naming_store(path):
+                    piece = file.read(_PIECE)
+                if not piece:
+                    break
+                if held:
+                    yield held
+                digest.update(piece)
+                held, done = piece, done + len(piece)
         if done != size or digest.hexdigest() != sha256:
             raise ArtifactError(f"{path}: differs from the file that was kept (size or sha256); it was changed since")
         if held:
@@ -216,41 +206,29 @@ class ArtifactStore:
                 out.close()
         except BaseException:
             with contextlib.suppress(Exception):
-                self._abandon(out, target)
+                out.discard()
+            with contextlib.suppress(Exception):
+                try:
+                    out.closed = True  # else the garbage collector would complete the upload
+                except AttributeError:  # no upload in parts
+                    out.close()
+                if is_local(self.url):
+                    os.unlink(target)
             raise
 
-    def _abandon(self, out: Any, target: str) -> None:
-        """Give up a file that is being written."""
-        with contextlib.suppress(Exception):
-            out.discard()
-        try:
-            out.closed = True  # else the garbage collector would complete the upload
-        except AttributeError:  # no upload in parts
-            out.close()
-        if self._local:
-            os.unlink(target)
-
-    def _reading(self, path: str) -> Iterator[bytes]:
-        """The pieces of a file. Raises ArtifactError."""
+    def _opened(self, path: str) -> Any:
+        """A stored file, to be read. Raises ArtifactError."""
         target = self._at(path)
         with self._naming_store(path):
             try:
-                if self._local:
+                if is_local(self.url):
                     resolved = Path(target).resolve()
                     if not resolved.is_relative_to(Path(self._connection[1]).resolve()):
                         raise ArtifactError(f"{path}: lies outside the artifact store")
-                    file = open_regular(resolved, buffering=0)
-                else:
-                    file = self._connection[0].open(target, "rb", _BLOCK)
+                    return open_regular(resolved, buffering=0)
+                return self._connection[0].open(target, "rb", _BLOCK)
             except FileNotFoundError:
                 raise ArtifactError(f"{path}: is not in the artifact store {self.url}") from None
-        with file:
-            while True:
-                with self._naming_store(path):
-                    piece = file.read(_PIECE)
-                if not piece:
-                    return
-                yield piece
 
     def _at(self, path: str) -> str:
         """The path in the filesystem of a path relative to the store."""
@@ -262,7 +240,7 @@ class ArtifactStore:
     @cached_property
     def _connection(self) -> tuple[Any, str]:
         """The filesystem, and the store's folder there."""
-        if self._local:
+        if is_local(self.url):
             return LocalFileSystem(), self.url.removeprefix("file://")
         try:
             return fsspec.url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False)
@@ -283,17 +261,6 @@ def _naming(what: str) -> Iterator[None]:
         raise
     except Exception as err:  # the packages of the schemes raise errors of their own
         raise ArtifactError(f"{what}: {error_in_a_line(err)}") from None
-
-
-def _opened(source: Source) -> tuple[BinaryIO, int]:
-    """The source's bytes and their number."""
-    if isinstance(source.content, str):
-        data = source.content.encode(errors="replace")
-        return io.BytesIO(data), len(data)
-    file = open_regular(source.content, buffering=0)
-    end = os.fstat(file.fileno()).st_size
-    file.seek(source.start)
-    return file, min(end, end if source.stop is None else source.stop) - source.start
 
 
 def _quoted(text: str) -> str:

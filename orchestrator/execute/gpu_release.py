@@ -8,12 +8,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import pynvml
 
 from jobs.hardware import nvml
-from orchestrator.background import BackgroundCall
+from orchestrator.background import in_background
 
 T = TypeVar("T")
 
@@ -28,16 +29,14 @@ class _SilentError(nvml.NvmlError):
 
 
 class Gpus:
-    """The GPUs that the processes of a slot see.
+    """The GPUs that the processes of a slot see: by their CUDA_VISIBLE_DEVICES, or all that this process sees.
 
-    Args:
-        visible: their CUDA_VISIBLE_DEVICES; None: all GPUs that this process sees.
-        stopped: polled several times a second; once true, NVML is waited for 1 s at most.
+    `stopped` is polled several times a second; once true, NVML is waited for 1 s at most.
     """
 
     def __init__(self, visible: str | None, stopped: Callable[[], bool] = lambda: False) -> None:
         self._stopped = stopped
-        self._unanswered: BackgroundCall[Any] | None = None
+        self._unanswered: Future[Any] | None = None
         self._used: dict[str, int] = {}  # bytes in use before the slot's process; {}: unknown
         self._problem: str | None = None  # why it is unknown, if NVML did not answer
         self.ids = [part.strip() for part in (visible or "").split(",") if part.strip()]
@@ -100,8 +99,8 @@ class Gpus:
         While an answer is missing, no other question is put: it would wait, too, in one more thread.
         """
         if self._unanswered is None or self._unanswered.done():
-            call, begun = BackgroundCall(question), time.monotonic()
-            while not call.done(0.1):
+            call, begun = in_background(question), time.monotonic()
+            while not wait([call], 0.1).done:
                 if time.monotonic() - begun > (_STOPPED_S if self._stopped() else _ANSWER_S):
                     self._unanswered = call
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from jobs.hardware.process_usage import ProcessUsage
 from jobs.hardware.telemetry import Telemetry
@@ -22,13 +23,12 @@ _PACE_STEP_S = 1.0
 class LiveSeries:
     """Collects the samples of one attempt, its own and the telemetry's, into pieces of two seconds or more.
 
-    Args:
-        meter: the telemetry to read along; its readings are thinned as the measurement's samples are.
+    The readings of `meter` are thinned as the measurement's samples are.
     """
 
     def __init__(self, assignment: Assignment, meter: Telemetry | ProcessUsage) -> None:
-        self._assignment = assignment
-        self._meter = meter
+        self._assignment, self._meter = assignment, meter
+        # By rank, name and unit: step, time and value.
         self._samples: dict[tuple[int, str, str], list[tuple[int, float, float]]] = defaultdict(list)
         self._begun = self._passed_on = self._read = time.monotonic()
 
@@ -43,29 +43,15 @@ class LiveSeries:
             self._read_meter()
             self._meter.follow(pids)
 
-    def due(self) -> Series | None:
-        """The samples since the last piece, once that is long enough ago; None until then, or without samples."""
+    def due(self, *, ended: bool = False) -> Series | None:
+        """The samples since the last piece, once that is long enough ago or the attempt has `ended`; None if none."""
         clock = time.monotonic()
-        if clock - self._read >= interval(clock - self._begun):
+        if ended or clock - self._read >= interval(clock - self._begun):
             self._read = clock
             self._read_meter()
-        if clock - self._passed_on < max(LEAST_PIECE_S, (clock - self._begun) / _MOST_PIECES):
+        if not ended and clock - self._passed_on < max(LEAST_PIECE_S, (clock - self._begun) / _MOST_PIECES):
             return None
         self._passed_on = clock
-        return self._pass_on()
-
-    def rest(self) -> Series | None:
-        """The last samples, of the attempt's end."""
-        self._read_meter()
-        return self._pass_on()
-
-    def _read_meter(self) -> None:
-        for reading in self._meter.readings():
-            for quantity, value in reading.values.items():
-                of_series = self._samples[reading.rank, quantity.name, quantity.unit]
-                of_series.append((reading.number, reading.at, value))
-
-    def _pass_on(self) -> Series | None:
         records = []
         for (rank, name, unit), samples in self._samples.items():
             steps, times, values = zip(*samples, strict=True)
@@ -75,16 +61,22 @@ class LiveSeries:
         self._samples.clear()
         return Series(tuple(records)) if records else None
 
+    def _read_meter(self) -> None:
+        for reading in self._meter.readings():
+            for quantity, value in reading.values.items():
+                of_series = self._samples[reading.rank, quantity.name, quantity.unit]
+                of_series.append((reading.number, reading.at, value))
 
+
+@dataclass
 class Pace:
     """Progress of a point, and its steps per wall-clock second over the last minute, interruptions included.
 
     A checkpoint reports the progress of the longest phase that it interrupts.
     """
 
-    def __init__(self) -> None:
-        self._phases: dict[str, tuple[int, int]] = {}  # steps done, and in all
-        self._seen: dict[str, deque[tuple[float, int]]] = {}  # by phase: time and steps done then, about sixty
+    _phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # steps done, and in all
+    _seen: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)  # time and steps done then, about sixty
 
     def note(self, phase: str, done: int, total: int) -> tuple[int, int, float | None]:
         """Note that a phase has got to `done` of `total` steps, 0 where that is unknown.

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from jobs.schema.point import Machine
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator import provenance
-from orchestrator.background import BackgroundCall, interruptibly
+from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
@@ -38,11 +39,7 @@ class RayExecutor:
     """
 
     def __init__(self, spec: JobSpec, settings: Settings) -> None:
-        """Connect, and check that some node has the resources of a point, or the cluster those of its ranks.
-
-        Raises:
-            UserError: no cluster answers, or it cannot run a point.
-        """
+        """Connect; raises UserError if no cluster answers, or no node (for ranks: the cluster) has room for a point."""
         self._spec = spec
         if spec.world_size > 1 and (python := next(filter(None, spec.python), None)):
             raise UserError(
@@ -87,7 +84,8 @@ class RayExecutor:
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
         task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
         self._share = Share.of(self._spec, gpus, self._type)
-        task = task.options(**_options(self._share))
+        share = self._share
+        task = task.options(num_cpus=share.cpus, num_gpus=share.gpus, accelerator_type=share.card_type)
         with _gone():
             answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
             if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
@@ -106,9 +104,9 @@ class RayExecutor:
         # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
         remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
         self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
-        of_task = replace(share, cpus=0, gpus=0) if self._cluster else share
-        self._task = remote(_supervise).options(**_options(of_task))
-        self._gpus = None if of_task.gpus else ""
+        cpus, gpus = (0, 0) if self._cluster else (share.cpus, share.gpus)
+        self._task = remote(_supervise).options(num_cpus=cpus, num_gpus=gpus, accelerator_type=share.card_type)
+        self._gpus = None if gpus else ""
         room = share.points([*self._nodes.values()])
         return max(1, min(room, self._spec.resources.workers or room))
 
@@ -140,8 +138,8 @@ class RayExecutor:
     def cancel(self) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
         patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
-        cancelled = BackgroundCall(lambda: self._cancel_tasks(patience_s))
-        if cancelled.done(patience_s):  # a frozen node gives no task's end
+        cancelled = in_background(lambda: self._cancel_tasks(patience_s))
+        if wait([cancelled], patience_s).done:  # a frozen node gives no task's end
             cancelled.result()
 
     def _cancel_tasks(self, patience_s: float) -> None:
@@ -161,12 +159,6 @@ def _time_to_stop() -> float:
     with suppress(ValueError):
         return max(0.0, float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", "")) - _STOP_S)
     return 0.0
-
-
-def _options(share: Share) -> dict[str, Any]:
-    """Ray's options of a task that needs a share of a node."""
-    options: dict[str, Any] = {"num_cpus": share.cpus, "num_gpus": share.gpus}
-    return options | ({"accelerator_type": share.card_type} if share.card_type else {})
 
 
 def _supervise(

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import psutil
 
 from jobs.schema.plain_text import in_a_line
 from jobs.specs.spec import JobSpec
-from orchestrator.background import BackgroundCall, interruptibly
+from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.ray_folder import connection, listens, local_address
@@ -41,15 +42,12 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 class ClusterWatch:
     """Whether the cluster's head still answers, and the cluster can ever run a point: nodes come and go meanwhile.
 
-    Args:
-        head: its address, "host:port".
-        check: asks the head, in another thread; raises UserError while no node, free or busy, can run a point.
+    `check` asks the head, in another thread; it raises UserError while no node, free or busy, can run a point.
     """
 
     def __init__(self, head: str, check: Callable[[], None] = lambda: None) -> None:
-        self._head = head
-        self._check = check
-        self._question: BackgroundCall[bool] | None = None
+        self._head, self._check = head, check
+        self._question: Future[bool] | None = None
         self._asked = self._possible = time.monotonic()
         self._silent: float | None = None  # since when, if the last question has no answer yet
 
@@ -62,7 +60,7 @@ class ClusterWatch:
         if self._question is None and clock - self._asked >= _LOOK_S:
             self._asked = clock
             self._silent = clock if self._silent is None else self._silent
-            self._question = BackgroundCall(self._answers)
+            self._question = in_background(self._answers)
         if self._question is not None and self._question.done():
             question, self._question = self._question, None
             if question.result():
@@ -101,11 +99,8 @@ def answers(address: str) -> bool:
 def connect(spec: JobSpec, settings: Settings) -> str:
     """Connect this process to the cluster as a driver, whose tasks have the files that the spec names.
 
-    Returns the address of its head.
-
-    Raises:
-        UserError: no cluster answers there, or it lets no driver in.
-        ExecutorGone: it fell silent meanwhile.
+    Returns the address of its head. Raises UserError: no cluster answers there, or it lets no driver in; ExecutorGone:
+    it fell silent meanwhile.
     """
     address = _address(settings)
     mistake = f"NSA_RAY_ADDRESS: {address or 'auto'!r}:"
@@ -118,13 +113,23 @@ def connect(spec: JobSpec, settings: Settings) -> str:
             f"{mistake} takes connections, but answers nothing: no Ray cluster, or its head hangs; correct it, restart "
             "the cluster or use --local"
         )
-    if _on_loopback_alone(address):  # where Ray itself takes loopback for the address that others reach
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    host, _, port = address.rpartition(":")
+    if host in ("127.0.0.1", "localhost"):
+        of_host = (one for interface in psutil.net_if_addrs().values() for one in interface)
+        others = [one.address for one in of_host if one.family == socket.AF_INET and not one.address.startswith("127.")]
+        if not any(listens(f"{other}:{port}") for other in others):
+            # Else Ray itself takes loopback for the address that others reach.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_token.send_it()
     import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
-        env = {"working_dir": files} if (files := _working_dir(spec, Path(folder))) else None
+        in_job, env = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ, None  # a job's own upload reaches the workers
+        if not in_job and not all(path.is_absolute() for path in spec.paths().values()):
+            collect(spec).write(package := Path(folder) / "upload.zip")
+            env = {"working_dir": str(package)}
+        elif not in_job and installation() is Installation.CHECKOUT:
+            env = {"working_dir": str(SOURCES)}
         options: dict[str, Any] = {"runtime_env": env, "log_to_driver": False, "logging_level": logging.ERROR}
         try:
             with _own_sigterm() as look_for_it:
@@ -165,14 +170,6 @@ def _address(settings: Settings) -> str | None:
     return max(started)[1] if started else None
 
 
-def _on_loopback_alone(address: str) -> bool:
-    """Whether a cluster's address on loopback is the only one of this host where it listens."""
-    host, _, port = address.rpartition(":")
-    addresses = (one for interface in psutil.net_if_addrs().values() for one in interface)
-    others = [one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")]
-    return host in ("127.0.0.1", "localhost") and not any(listens(f"{other}:{port}") for other in others)
-
-
 @contextmanager
 def _own_sigterm() -> Iterator[Callable[[], None]]:
     """Keep SIGTERM's handler, which Ray replaces, and the signal away while one of Ray's ends the process.
@@ -192,19 +189,6 @@ def _own_sigterm() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _working_dir(spec: JobSpec, folder: Path) -> str | None:
-    """The files to send to the workers: the checkout, or a package, made in `folder`, if the spec names files.
-
-    None in a Ray job, whose own upload reaches the workers, and where the package is installed and no file is named.
-    """
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        return None
-    if all(path.is_absolute() for path in spec.paths().values()):
-        return str(SOURCES) if installation() is Installation.CHECKOUT else None
-    collect(spec).write(package := folder / "upload.zip")
-    return str(package)
 
 
 def in_brief(err: BaseException) -> str:

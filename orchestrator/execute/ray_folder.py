@@ -22,11 +22,7 @@ _REACH_S = 5.0
 
 
 def folder_of_a_new_cluster(settings: Settings) -> Path:
-    """The folder to start a cluster in; its parent is made, for this user alone.
-
-    Raises:
-        UserError: another user has taken its place, or it cannot be made.
-    """
+    """The folder to start a cluster in; its parent is made, for this user alone. Raises UserError."""
     private = _private_folder(settings)
     try:
         private.mkdir(mode=0o700, parents=True, exist_ok=True)

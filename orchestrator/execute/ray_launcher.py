@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from jobs.hardware.telemetry import Sample, summarise_samples
 from jobs.process import stacks
@@ -27,7 +27,7 @@ from jobs.process.reporter import interval
 from jobs.schema.launcher import Rank, RanksEnded
 from jobs.schema.point import Measurement
 from jobs.training.rank import TIMEOUT, missing_variables
-from orchestrator.background import BackgroundCall
+from orchestrator.background import in_background
 from orchestrator.execute.ray_connection import in_brief
 from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
 
@@ -55,20 +55,16 @@ _TRAIN = {  # of Ray Train, read by this process and its controller
 
 
 class RayLauncher:
-    """As jobs.schema.launcher.Launcher.
+    """As jobs.schema.launcher.Launcher; `cluster` has the resources of each rank.
 
-    Args:
-        cluster: the cluster, and the resources of each rank.
-        send: sends the point's environment, from its first rank, and samples of the ranks' hardware.
+    `send` gets the point's environment, from its first rank, and samples of the ranks' hardware.
     """
 
-    name = "ray-train"
+    name: ClassVar[str] = "ray-train"
 
     def __init__(self, command: MeasurePoint, cluster: Cluster, send: Callable[[Environment | Samples], None]) -> None:
         self.agents = NodeAgents(send)
-        self._command = command
-        self._cluster = cluster
-        self._send = send
+        self._command, self._cluster, self._send = command, cluster, send
 
     def run(
         self,
@@ -81,8 +77,7 @@ class RayLauncher:
     ) -> list[T]:
         """As jobs.schema.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
 
-        Raises:
-            RuntimeError: Ray Train could not start the ranks, or failed itself.
+        Raises RuntimeError: Ray Train could not start the ranks, or failed itself.
         """
         with driver(self._cluster, stop):
             import ray
@@ -92,7 +87,7 @@ class RayLauncher:
             mailbox, job = actor(Mailbox, context.get_node_id()).remote(), context.get_job_id()
             command, progress = self._command, RankProgress(ranks)
             work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
-            fit = BackgroundCall(_trainer(ranks, work, self._cluster).fit)
+            fit = in_background(_trainer(ranks, work, self._cluster).fit)
             stop_sent, looked, running = False, 0.0, True
             try:
                 while running:
@@ -160,8 +155,7 @@ class RayLauncher:
 class NodeAgents:
     """Actors that sample and explain the ranks on their nodes, however often these are started.
 
-    Args:
-        send: sends readings of the ranks' hardware, about one a second and then fewer.
+    `send` gets readings of the ranks' hardware, about one a second and then fewer.
     """
 
     def __init__(self, send: Callable[[Samples], None]) -> None:
@@ -295,9 +289,8 @@ def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
 def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collection[str] = ()) -> Exception:
     """The exception for ranks that did not all return a result.
 
-    Args:
-        lost: nodes that have left the cluster. Where a rank elsewhere has raised first, because its connection to them
-            was closed, Ray Train says nothing of their ranks.
+    `lost` are nodes that have left the cluster. Where a rank elsewhere has raised first, because its connection to them
+    was closed, Ray Train says nothing of their ranks.
     """
     from ray.train import ControllerError, WorkerGroupError
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,7 @@ class Work:
 
 
 class NodeAgent:
-    """Actor on a node with ranks: samples them from outside, and looks at their stacks.
-
-    Args:
-        ranks: the ranks of this node.
-        cores: processor cores of each.
-    """
+    """Actor on a node with ranks, each of which has some cores: samples them from outside, looks at their stacks."""
 
     def __init__(self, ranks: Sequence[Placed], cores: float) -> None:
         self._ranks = ranks
@@ -146,13 +141,13 @@ def rank_main(settings: Mapping[str, Work]) -> None:
         post.close()
 
 
+@dataclass
 class Mailbox:
     """Actor with the ranks' messages and the stop request; pickled messages, which only PyTorch could read."""
 
-    def __init__(self) -> None:
-        self._messages: list[bytes] = []
-        self._arrived = asyncio.Event()
-        self._stopped = False
+    _messages: list[bytes] = field(default_factory=list)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: bool = False
 
     async def post(self, messages: Sequence[bytes]) -> bool:
         """Add messages of a rank. Returns whether the ranks are to end."""
@@ -178,8 +173,7 @@ class Post:
     """Sends messages to the mailbox, in order and in the background; learns there whether the ranks are to end."""
 
     def __init__(self, mailbox: Any, stop: threading.Event) -> None:
-        self._mailbox = mailbox
-        self._stop = stop
+        self._mailbox, self._stop = mailbox, stop
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="messages", daemon=True)

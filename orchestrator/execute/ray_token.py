@@ -49,10 +49,8 @@ def send_it() -> None:
 def environment_of_a_cluster() -> dict[str, str]:
     """The variables by which a new cluster and its jobs find the token, which is made if there is none yet.
 
-    It is taken from other users' reach: `ray get-auth-token --generate` leaves it readable by all.
-
-    Raises:
-        UserError: the file cannot be made or read, is empty, or another user owns it.
+    It is taken from other users' reach: `ray get-auth-token --generate` leaves it readable by all. Raises UserError: it
+    cannot be made or read, is empty, or another user owns it.
     """
     if not is_enabled():
         return {}

@@ -44,11 +44,7 @@ def missing(required: Requirements) -> list[str]:
 def check(required: Requirements, gpus: str | None = None) -> dict[str | None, Machine]:
     """The machine as each interpreter of the spec sees it, once all of the spec's environments have an effect.
 
-    Args:
-        gpus: the processes' CUDA_VISIBLE_DEVICES; None keeps this process's.
-
-    Raises:
-        UserError: one line for each mistake: field, value, mistake, fix.
+    `gpus` is the processes' CUDA_VISIBLE_DEVICES; None keeps this process's. Raises UserError: one line a mistake.
     """
     mistakes = missing(required)
     machines: dict[str | None, Machine] = {}
@@ -69,22 +65,16 @@ def check(required: Requirements, gpus: str | None = None) -> dict[str | None, M
 def _look(required: Requirements, gpus: str | None, python: str | None) -> tuple[Machine, list[str]]:
     """The machine under one interpreter, and mistakes of the environments; starts a process for each of these.
 
-    Raises:
-        UserError: no point can run here at all.
+    Raises UserError if no point can run here at all.
     """
-    kind = required.kind if python is not None or required.versioned else None
     node = f"node {socket.gethostname()}" + (f" under {python}" if python else "")
     machine, mistakes = None, []
-
-    def answer(env: Mapping[str, str | None], names: Sequence[str]) -> ProbedMachine:
-        return _probe(Probe(required.device, kind, tuple(names), required.gpus), gpus, env, python)
-
     for env in required.envs:
         try:
-            found = answer(env, [*env])
+            found = _probe(required, gpus, python, env, [*env])
         except UserError as err:
             try:
-                machine = machine or answer({}, []).machine
+                machine = machine or _probe(required, gpus, python, {}, []).machine
             except UserError as plain:  # it is not the environment's fault
                 raise UserError(_unusable(str(plain), required.device, python)) from None
             name = f"env.{next(iter(env))}" if len(env) == 1 else "env"
@@ -95,7 +85,7 @@ def _look(required: Requirements, gpus: str | None, python: str | None) -> tuple
         for name, value in env.items():
             reason = found.refused.get(name)
             if reason is None and variables.comparable(name):
-                without = answer({**env, name: None}, [name]).settings[name]
+                without = _probe(required, gpus, python, {**env, name: None}, [name]).settings[name]
                 if found.settings[name] == without:
                     reason = f"without it, {without} is in effect as well"
             if reason is not None:
@@ -104,18 +94,17 @@ def _look(required: Requirements, gpus: str | None, python: str | None) -> tuple
     return machine, mistakes
 
 
-def _probe(command: Probe, gpus: str | None, env: Mapping[str, str | None], python: str | None) -> ProbedMachine:
-    """The answer of a point's process, with these environment variables and interpreter.
-
-    Raises:
-        UserError: its bare reason why it cannot answer, in a line.
-    """
+def _probe(
+    required: Requirements, gpus: str | None, python: str | None, env: Mapping[str, str | None], names: Sequence[str]
+) -> ProbedMachine:
+    """The answer of a point's process. Raises UserError: its bare reason why it cannot answer, in a line."""
+    kind = required.kind if python is not None or required.versioned else None
     try:
         child = Child(ANSWER, env={**process_variables(1, gpus), **env}, python=python)
     except OSError as err:
         raise UserError(str(err)) from None
     try:
-        child.send(command)
+        child.send(Probe(required.device, kind, tuple(names), required.gpus))
         deadline = time.monotonic() + _PROBE_S
         while time.monotonic() < deadline:
             alive = child.alive()

@@ -29,10 +29,7 @@ def card_types(node: Mapping[str, float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Share:
-    """Resources that one rank of a point needs on one node; a point of one rank needs them all there.
-
-    Nodes are their resources by Ray's names, free or busy.
-    """
+    """Resources that one rank of a point needs on one node. Nodes are their resources by Ray's names, free or busy."""
 
     ranks: int  # of the point
     cpus: float  # of one rank, as are the GPUs
@@ -60,11 +57,7 @@ class Share:
         return min(sum(map(self.on, nodes)) // self.ranks, max(most, 1))
 
     def check(self, nodes: Sequence[Mapping[str, float]]) -> None:
-        """Check that the nodes have room for a point, which else would wait for ever.
-
-        Raises:
-            UserError: says what it needs, and what there is.
-        """
+        """Raise UserError if the nodes have no room for a point, which would wait for ever."""
         if self.points(nodes):
             return
         needs = f"{self.gpus:g} GPU and {self.cpus:g} CPU cores" if self.gpus else f"{self.cpus:g} CPU cores"

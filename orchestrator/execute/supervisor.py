@@ -41,7 +41,7 @@ from jobs.process.watch import POLL_S, DeadlineWatch, Ended
 from jobs.schema.point import FAILURE_FILES, Point
 from jobs.schema.states import PointState
 from orchestrator.execute.artifact_copies import ArtifactCopies
-from orchestrator.execute.artifacts import Source, checkpoints_path
+from orchestrator.execute.artifacts import Source, point_index
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.messages import Assignment, Conditions, Progress, Update
@@ -67,9 +67,9 @@ def supervise(
 
     Args:
         gpus: the processes' CUDA_VISIBLE_DEVICES; None keeps this process's.
-        cluster: where the ranks of the points run; None: on this host.
         stopped: polled several times a second; once true, the process is killed and the generator ends at once,
             without an outcome for the current point.
+        cluster: where the ranks of the points run; None: on this host.
     """
     slot = _Slot(conditions, gpus, stopped)
     try:
@@ -101,7 +101,7 @@ def _measured(
     again: bool,
 ) -> Generator[Update, None, OutcomeRecord | None]:
     """Measure a point in the slot's process; returns its outcome, None if stopped before."""
-    used = slot.used
+    used = slot.process is not None and slot.process.alive()  # by other points
     try:
         child = slot.child(assignment.point)
     except OSError as err:
@@ -129,33 +129,27 @@ class _Slot:
     """A slot's process, started when needed, and its GPUs."""
 
     def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
-        self._conditions = conditions
-        self._visible = gpus
-        self._child: Child | None = None
+        self._conditions, self._visible = conditions, gpus
+        self.process: Child | None = None
         self.environment: tuple[Mapping[str, str], str | None] = ({}, None)  # the process's variables and interpreter
         self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)
 
-    @property
-    def used(self) -> bool:
-        """Whether the next point gets a process that has measured others."""
-        return self._child is not None and self._child.alive()
-
     def child(self, point: Point) -> Child:
         """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""
-        if self._child is not None and not self._child.alive():
+        if self.process is not None and not self.process.alive():
             self.clear()
-        if self._child is None:
+        if self.process is None:
             self.gpus.note_use()
             env = {**process_variables(self._conditions.threads, self._visible), **point.env}
-            self._child = Child(ANSWER, env=env, python=point.python)
+            self.process = Child(ANSWER, env=env, python=point.python)
             self.environment = (point.env, point.python)
-        return self._child
+        return self.process
 
     def clear(self) -> str | None:
         """End the process and wait until its GPUs are free. Returns the obstacle if they do not get free, else None."""
-        if self._child is None:
+        if self.process is None:
             return None
-        child, self._child = self._child, None
+        child, self.process = self.process, None
         pids = {process.pid for process in child.tree()} | {child.pid}
         child.discard()
         return self.gpus.wait_free(pids)
@@ -185,11 +179,8 @@ class _Attempt:
         copies: ArtifactCopies,
     ) -> None:
         self.files: list[Source] = []  # of its end, to be copied to the store
-        self._child = child
-        self._assignment = assignment
-        self._conditions = conditions
-        self._cluster = cluster
-        self._copies = copies
+        self._child, self._cluster, self._copies = child, cluster, copies
+        self._assignment, self._conditions = assignment, conditions
         self._telemetry = Telemetry(gpu_ids)
         here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
         self._live = LiveSeries(assignment, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry)
@@ -218,11 +209,13 @@ class _Attempt:
         finally:
             if ended is None:
                 self._telemetry.ask_to_stop()  # its samples are not needed, and a wedged driver would hold it up
-                self._ask_to_end()
+                if self._conditions.grace_s and self._child.alive():  # it keeps checkpoints: one more, and a last word
+                    os.kill(self._child.pid, signal.SIGTERM)
+                    self._await((Measured, Failure), self._conditions.grace_s)
         assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
-        if (piece := self._live.rest()) is not None:
+        if (piece := self._live.due(ended=True)) is not None:
             yield piece
         if self._cluster is None and self._conditions.device == "cuda":
             self.files.insert(0, Source("telemetry.txt", sampled.text))
@@ -236,7 +229,8 @@ class _Attempt:
         assignment, point, conditions = self._assignment, self._assignment.point, self._conditions
         checkpoints = cluster = None
         if conditions.store is not None:  # beside the folders of its attempts
-            checkpoints = f"{conditions.store}/{checkpoints_path(assignment.run_id, assignment.point_id)}"
+            folder = f"{point_index(assignment.point_id):04d}/checkpoints"  # the same for all attempts
+            checkpoints = f"{conditions.store}/{assignment.run_id}/{folder}"
         if self._cluster is not None:
             variables = process_variables(max(1, int(self._cluster.cpus)), None)
             cluster = replace(self._cluster, card=conditions.card, env_vars={**variables, **point.env})
@@ -269,22 +263,16 @@ class _Attempt:
             case Warned(text):
                 yield self._assignment.warning(text)
 
-    def _ask_to_end(self) -> None:
-        """Let a point that keeps checkpoints save one: SIGTERM, and time for its last word."""
-        if self._conditions.grace_s and self._child.alive():
-            os.kill(self._child.pid, signal.SIGTERM)
-            self._await((Measured, Failure), self._conditions.grace_s)
-
     def _end(self, ended: Ended) -> OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
-        files = [*map(_source, ended.files)]
+        files: list[File | Source] = [*ended.files]
         if ended.expired:
             files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
             if self._cluster is not None:  # its process explains ranks on other nodes
                 self._child.send(Explain())
                 answer = self._await((Explanation,), EXPLAIN_S)
-                files += map(_source, answer.files) if isinstance(answer, Explanation) else ()
+                files += answer.files if isinstance(answer, Explanation) else ()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")
             files += [Source(path.name, path) for path in sorted(written)]
             if self._child.kill() is None:
@@ -294,7 +282,10 @@ class _Attempt:
             self._environment |= measurement.environment
             metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
             results = {"metrics": metrics, "route": dict(measurement.route)}
-        self.files = [*map(_source, self._child.new_output()), *files]
+        for file in (*self._child.new_output(), *files):
+            if isinstance(file, File):
+                file = Source(file.name, Path(file.path), file.start, file.stop, file.problem)
+            self.files.append(file)
         return _outcome(
             self._assignment, ended.state, reason, self._started_at, environment=self._environment, **results
         )
@@ -307,10 +298,6 @@ class _Attempt:
                 if isinstance(event, types):
                     return event
         return None
-
-
-def _source(file: File) -> Source:
-    return Source(file.name, Path(file.path), file.start, file.stop, file.problem)
 
 
 def _outcome(

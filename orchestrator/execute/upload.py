@@ -27,12 +27,9 @@ class Upload:
     spec: str | None = None  # path of the spec there; None if it is not sent
 
     def write(self, package: Path) -> int:
-        """Write the zip file that Ray unpacks. Returns its size in bytes.
+        """Write the zip file that Ray unpacks. Returns its size in bytes. Raises UserError: a file cannot be read.
 
         Equal files give equal bytes, so that Ray keeps one copy of an upload that is submitted again.
-
-        Raises:
-            UserError: a file cannot be read.
         """
         with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, source in sorted(self.files.items()):
@@ -48,15 +45,10 @@ class Upload:
 
 
 def collect(spec: JobSpec, spec_file: Path | None = None) -> Upload:
-    """The upload of a job that is submitted from the current folder.
+    """The upload of a job that is submitted from the current folder, with `spec_file` if the job reads that.
 
-    A file keeps its path relative to this folder; a spec that lies elsewhere is put at the top.
-
-    Args:
-        spec_file: file that `spec` was read from; None if the job does not read it.
-
-    Raises:
-        UserError: a file leads out of the current folder or cannot be read, or all of them are too large.
+    A file keeps its path relative to this folder; a spec that lies elsewhere is put at the top. Raises UserError: one
+    leads out of the current folder or cannot be read, or all are too large.
     """
     here = Path.cwd()
     files = dict(sources()) if installation() is Installation.CHECKOUT else {}

@@ -69,7 +69,7 @@ def test_a_url_that_cannot_be_used_says_so_when_settings_load(url: str, message:
 )
 def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
     with pytest.raises(ArtifactError, match="is no plain file name") as error:
-        artifact_path("r", 0, 1, name)
+        ArtifactStore("file:///nowhere").put(Source(name, "text"), artifact_path("r", 0, 1, name))
     assert str(error.value).isascii()
     assert "\n" not in str(error.value)
 

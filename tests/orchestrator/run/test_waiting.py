@@ -19,7 +19,6 @@ from processes import wait_for
 from typer.testing import CliRunner
 
 from jobs.schema.point import Machine
-from orchestrator.background import BackgroundCall
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.errors import ExecutorGone, UserError
@@ -165,12 +164,6 @@ def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsy
     run = only_run(home)
     assert run["state"] == "failed"
     assert "answers nothing" in run["events"][0]
-
-
-def _done_at_once(call: Callable[[], bool]) -> BackgroundCall[bool]:
-    made = BackgroundCall(call)
-    assert made.done(timeout=60)
-    return made
 
 
 def test_a_frozen_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
