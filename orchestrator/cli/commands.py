@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -147,6 +147,7 @@ def up(
 ) -> None:
     """Start a local Ray cluster and the dashboard, with the database migrated."""
     from orchestrator.cli import console, services
+    from orchestrator.execute import ray_token
     from orchestrator.store import upgrade
 
     settings = load_settings()
@@ -154,7 +155,8 @@ def up(
     upgrade(settings.database)
     rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
     console.services(rows)
-    if token := services.token_place():
+    if ray_token.is_enabled():
+        token = ray_token.token_file() or "RAY_AUTH_TOKEN"
         say(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
     for what, fix in services.exposures(settings, rows[0].pid):
         terminal.warn(f"warning: {what}; {fix}")
@@ -205,7 +207,7 @@ def submit(
     if not spec.exists() and (_SPECS / spec.name).is_file():
         fix = f"write the ready specs with `nsa init`, then give specs/{spec.name}"
         raise UserError(f"spec: {str(spec)!r}: there is no such file here; {fix}")
-    args = [str(spec), *(item for override in overrides or [] for item in ("--set", override))]
+    args = [str(spec), *submission.set_options(overrides or ())]
     if retry_failed and resume is None:
         raise UserError("--retry-failed: has no effect without --resume; name a run")
     again = ["--retry-failed"] if retry_failed else []
@@ -218,7 +220,7 @@ def submit(
     submitted = submission.submit(settings, spec, overrides or [], again)
     say(f"submitted {submitted.job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
-        for text in submission.follow(settings, submitted.job):
+        for text in submission.log(settings, submitted.job):
             say(text, end="")
         raise typer.Exit(0 if submission.job_status(settings, submitted.job) == "SUCCEEDED" else 1)
 
@@ -277,8 +279,7 @@ def logs(
         job = (queries.run(store, run_id) or {}).get("submission_id")
     if not job:
         raise UserError(f"RUN: {run_id!r} was not run as a Ray job, so there is no job log; give --point N")
-    texts = submission.follow(settings, job) if follow else [submission.log(settings, job)]
-    for text in texts:
+    for text in submission.log(settings, job, follow=follow):
         say(text, end="")
 
 
@@ -291,7 +292,7 @@ def artifacts(
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
     from orchestrator.cli import console
     from orchestrator.cli.lookup import find_point, find_run, open_store
-    from orchestrator.execute.artifacts import fetch, kept_in, stored_files
+    from orchestrator.execute.artifacts import StoredFile, fetch, kept_in
     from orchestrator.store import queries
 
     settings = load_settings()
@@ -299,7 +300,7 @@ def artifacts(
         run_id = find_run(store, run)
         if point is not None:
             find_point(store, run_id, point)
-        files = stored_files(store, run_id, point)
+        files = [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
         run_row = queries.run(store, run_id) or {}
     rows = [(str(f.point), str(f.attempt), console.file_name(f.name), str(f.size), f.sha256) for f in files]
     if rows:
@@ -368,6 +369,12 @@ def report(
     from orchestrator.report import template as templates
     from orchestrator.report import write as reports
 
+    def load(file: str, settings: Sequence[str]) -> Any:
+        """A ready spec, or one of the user's own, for a template."""
+        from jobs.specs.load import load_spec
+
+        return load_spec(Path(file) if Path(file).exists() else _SPECS / file, settings)
+
     with open_store() as store:
         run_ids = find_runs(store, runs)
         if template is None:
@@ -375,20 +382,13 @@ def report(
                 reports.write_report(store, run_ids, out)
             say(reports.report(store, run_ids, format=format) if out is None else f"wrote {out}")
         elif not template.is_dir():
-            text = templates.render(store, template, run_ids, _load, out)
+            text = templates.render(store, template, run_ids, load, out)
             say(text.rstrip("\n") if out is None else f"wrote {out}")
         elif out is None:
             raise UserError("--out: is missing; give the folder to write the reports to")
         else:
-            for path in templates.render_folder(store, template, run_ids, _load, out):
+            for path in templates.render_folder(store, template, run_ids, load, out):
                 say(f"wrote {path}")
-
-
-def _load(file: str, settings: Sequence[str]) -> Any:
-    """A ready spec, or one of the user's own, for a template."""
-    from jobs.specs.load import load_spec
-
-    return load_spec(Path(file) if Path(file).exists() else _SPECS / file, settings)
 
 
 @app.command()
@@ -431,11 +431,9 @@ def gate(
     check: Annotated[bool, typer.Option("--check", help="read the rules only: 2, and a line for each mistake")] = False,
 ) -> None:
     """Judge stored results on each machine asked. Exit 0: GO on all of them; 1: NO-GO on one; 3: UNKNOWN on one."""
-    from orchestrator.cli import console
     from orchestrator.cli.lookup import find_runs
     from orchestrator.judge.decisions import decisions
     from orchestrator.judge.verdicts import evaluate, save_verdicts
-    from orchestrator.report import summary
     from orchestrator.run.gates import own_gates
     from orchestrator.store import Store, StoreError
 
@@ -452,9 +450,7 @@ def gate(
                 save_verdicts(store, None, verdicts)
         except StoreError as err:
             terminal.warn(f"warning: {err}; v_gate keeps the verdicts of before")
-    found = decisions(rules, verdicts)
-    summary.print_gate(found, console.out, why=why)
-    raise typer.Exit(_exit_code(found))
+    _conclude(decisions(rules, verdicts), why=why)
 
 
 @app.command()
@@ -478,17 +474,14 @@ def resolve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say which commands would run, and run none")] = False,
 ) -> None:
     """Run the plan's commands that this cluster can run, one after the other, then judge. Exit codes: as `nsa gate`."""
-    from orchestrator.cli import console, submission
-    from orchestrator.report import summary
+    from orchestrator.cli import submission
     from orchestrator.run.gates import own_gates
 
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target)
     submission.check_commands(rules)
     submission.run_steps(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
-    found = _decide(settings, rules)
-    summary.print_gate(found, console.out)
-    raise typer.Exit(_exit_code(found))
+    _conclude(_decide(settings, rules))
 
 
 def _decide(settings: Settings, rules: Gates) -> list[Decision]:
@@ -503,9 +496,13 @@ def _decide(settings: Settings, rules: Gates) -> list[Decision]:
         return decisions(rules, evaluate(store, rules))
 
 
-def _exit_code(found: Sequence[Decision]) -> int:
+def _conclude(found: Sequence[Decision], *, why: bool = False) -> NoReturn:
+    from orchestrator.cli import console
+    from orchestrator.report import summary
+
+    summary.print_gate(found, console.out, why=why)
     results = {each.result for each in found}
-    return 1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0
+    raise typer.Exit(1 if Result.NO_GO in results else 3 if Result.UNKNOWN in results else 0)
 
 
 def reference_data() -> list[Path]:

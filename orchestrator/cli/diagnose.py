@@ -57,20 +57,13 @@ def this_host() -> str:
     from jobs.hardware.topology import topology
 
     found = Diagnosis(hosts=[topology()], variables=steering(os.environ))
-    return describe(found, advise(found), _shown())
+    return describe(found, advise(found), in_a_line if sys.stdout.isatty() else for_file)
 
 
 def attach(store: Store, run: str, number: int | None, seconds: float) -> Iterator[str]:
-    """Diagnosis of each running point of a run, as `this_host`.
+    """Diagnosis of the running points of a run, or of the one with a `number`, after watching them for some `seconds`.
 
-    Args:
-        run: as the user names it.
-        number: index of the only point to look at; None: all that run.
-        seconds: time to watch its processes for.
-
-    Raises:
-        UserError: there is no such run.
-        NotLiveError: the run, or the point, is not running.
+    Raises UserError: there is no such run, or NotLiveError: it, or the point, is not running.
     """
     run_id = find_run(store, run)
     found = queries.run(store, run_id)
@@ -93,11 +86,6 @@ def attach(store: Store, run: str, number: int | None, seconds: float) -> Iterat
             yield _diagnosed(store, row, seconds)
 
 
-def _shown() -> Shown:
-    """Function that makes a string plain text on standard output: a terminal, or else Markdown."""
-    return in_a_line if sys.stdout.isatty() else for_file
-
-
 def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     from jobs.diagnosis.advice import Advice, Diagnosis, advise, describe, imbalance
 
@@ -108,8 +96,9 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
     training = recent.iloc[:0] if steps.empty else recent.loc[recent["at"] > steps.min()]
     diagnosis = Diagnosis(
         ranks=_ranks(queries.artifacts(store, row["point_id"]), attempt, recent),
-        utilization=_medians(training, "gpu_utilization"),
-        imbalance=imbalance(_medians(recent, "rank_compute_time")),
+        # Medians: what a start or a checkpoint takes up is the lesser part of a minute.
+        utilization={rank: median(values) for rank, values in _by_rank(training, "gpu_utilization").items()},
+        imbalance=imbalance({rank: median(values) for rank, values in _by_rank(recent, "rank_compute_time").items()}),
     )
     diagnosis, notes = _processes(diagnosis, seconds)
     advice = advise(diagnosis)
@@ -119,7 +108,7 @@ def _diagnosed(store: Store, row: Mapping[str, Any], seconds: float) -> str:
             text = f"no progress for {silent:,.0f} s, last in phase {row['phase'] or 'start'!r}"
             fix = f"see `nsa logs {run_id} --point {number}`, or end it: `nsa cancel {run_id}`"
             advice = [Advice(text, fix), *advice]
-    shown = _shown()
+    shown = in_a_line if sys.stdout.isatty() else for_file
     title = shown(f"{run_id}, point {number}: {row['label']}")
     head = "\n".join([f"# {title}\n", *map(shown, _progress(row, recent)), ""])
     return "\n".join([head, *(f"{shown(note, _NOTE)}\n" for note in notes), describe(diagnosis, advice, shown)])
@@ -201,11 +190,6 @@ def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
             unit = recent.loc[recent["name"] == name, "unit"].iloc[-1]
             lines.append(f"{name} [{unit}]: {', '.join(f'{by_rank[rank][-1]:.5g}' for rank in sorted(by_rank))}")
     return lines
-
-
-def _medians(recent: pd.DataFrame, name: str) -> dict[int, float]:
-    """Medians of a series by rank: what a start or a checkpoint takes up is the lesser part of a minute."""
-    return {rank: median(values) for rank, values in _by_rank(recent, name).items()}
 
 
 def _by_rank(recent: pd.DataFrame, name: str) -> dict[int, list[float]]:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from jobs.specs.user_files import is_missing
-from orchestrator.database_url import with_absolute_path
+from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.ray_folder import folder_of_a_new_cluster, local_address, remove_folder
@@ -43,26 +43,26 @@ class ServiceError(UserError):
 
 
 class Service(NamedTuple):
-    """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it.
-
-    Attributes:
-        files: path of its log and its pid file, without their suffixes.
-    """
+    """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it."""
 
     name: str
     command: tuple[str, ...]
     url: str
+    port: int
     path: str
     says: str
-    files: Path
+    files: Path  # its log and its pid file, without their suffixes
 
     @property
     def healthy(self) -> bool:
         return answers(self.url + self.path, self.says)
 
-    @property
-    def port(self) -> int:
-        return urlsplit(self.url).port or 8265
+
+class Exposure(NamedTuple):
+    """Something that others reach, and what to do about it."""
+
+    what: str
+    fix: str
 
 
 class ServiceStatus(NamedTuple):
@@ -78,7 +78,8 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     """Ray and the dashboard of this machine, in starting order."""
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     ray += [f"--node-ip-address={settings.ray_host}", "--port=0", f"--dashboard-host={LOOPBACK}"]
-    ray += [f"--dashboard-port={urlsplit(settings.ray_dashboard).port or 8265}", "--dashboard-agent-listen-port=0"]
+    ray_port = urlsplit(settings.ray_dashboard).port or 8265
+    ray += [f"--dashboard-port={ray_port}", "--dashboard-agent-listen-port=0"]
     ray += ["--min-worker-port=0", "--max-worker-port=0"]  # any: Ray's own range is one for all clusters of a host
     app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
@@ -86,20 +87,18 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     dashboard += ["--browser.gatherUsageStats=false"]
     path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", "").strip("/")  # behind a proxy
     dashboard_url = f"http://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
-    ray_url, home = settings.ray_dashboard.rstrip("/"), settings.home
+    ray_url, port, home = settings.ray_dashboard.rstrip("/"), settings.dashboard_port, settings.home
     return [
-        Service("ray", (*ray, *ray_options), ray_url, "/api/version", "ray_version", home / "ray"),
-        Service("dashboard", tuple(dashboard), dashboard_url, "/_stcore/health", "ok", home / "dashboard"),
+        Service("ray", (*ray, *ray_options), ray_url, ray_port, "/api/version", "ray_version", home / "ray"),
+        Service("dashboard", tuple(dashboard), dashboard_url, port, "/_stcore/health", "ok", home / "dashboard"),
     ]
 
 
 def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
     """Start the services that are not running and wait until all answer.
 
-    Raises:
-        UserError: NSA_HOME, Ray's folder or its token cannot be written or kept from others, a port is taken by
-            something else, NSA_RAY_HOST is no address of this host, or a service did not answer in time (its log is
-            named).
+    Raises UserError: a folder or the token cannot be written or kept from others, a port is taken, NSA_RAY_HOST is no
+    address of this host, or a service did not answer in time.
     """
     try:
         settings.home.mkdir(parents=True, exist_ok=True)
@@ -119,8 +118,11 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     services = local_services(settings, *(f"--{name}={value}" for name, value in options.items() if value is not None))
     with _alone(settings):
         begun = [service for service in services if _pid(service) is None]
-        for service in begun:
-            _refuse_taken(service)
+        for service in begun:  # a port that another process holds, whatever it says there: it would get our calls
+            with socket.socket() as probe:
+                taken = probe.connect_ex((LOOPBACK, service.port)) == 0
+            if taken or answers(service.url + service.path):
+                raise _taken(service)
         for service in begun:
             _start(settings, service)
     for service in services:
@@ -174,12 +176,12 @@ def _get(url: str) -> tuple[int, bytes]:
 
 def service_env(settings: Settings) -> dict[str, str]:
     """The services' environment: absolute paths, so that they write where this shell's commands read."""
-    venv_bin = str(Path(sys.executable).parent)
+    file = sqlite_path(settings.database)
     return {
         **os.environ,
-        "PATH": os.pathsep.join([venv_bin, os.environ.get("PATH", "")]),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "NSA_HOME": str(settings.home.resolve()),
-        "NSA_DATABASE_URL": with_absolute_path(settings.database),
+        "NSA_DATABASE_URL": sqlite_url(file.absolute()) if file and file.name else settings.database,
         "NSA_ARTIFACTS": str(settings.artifacts_dir.resolve()),
         **({"NSA_ARTIFACT_STORE": settings.artifact_store} if settings.artifact_store else {}),
         **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
@@ -205,14 +207,6 @@ def _alone(settings: Settings) -> Iterator[None]:
         ) from None
 
 
-def _refuse_taken(service: Service) -> None:
-    """Raise ServiceError if another process holds a service's port, whatever it says there: it would get our calls."""
-    with socket.socket() as probe:
-        taken = probe.connect_ex((LOOPBACK, service.port)) == 0
-    if taken or answers(service.url + service.path):
-        raise _taken(service)
-
-
 def _taken(service: Service) -> ServiceError:
     return ServiceError(
         f"{service.name}: {service.url} is already in use by a process that `nsa up` did not start; "
@@ -236,7 +230,8 @@ def _start(settings: Settings, service: Service) -> None:
             cwd=SOURCES if installation() is Installation.CHECKOUT else settings.home,
             start_new_session=True,
         )
-    record = {"pid": process.pid, "started": _started(psutil.Process(process.pid))}
+    started = psutil.Process(process.pid).create_time() - psutil.boot_time()  # the wall clock may be set meanwhile
+    record = {"pid": process.pid, "started": started}
     service.files.with_suffix(".pid.json").write_text(json.dumps(record))
 
 
@@ -290,27 +285,10 @@ def _pid(service: Service) -> int | None:
     try:
         record = json.loads(service.files.with_suffix(".pid.json").read_text())
         process = psutil.Process(record["pid"])
-        same = abs(_started(process) - record["started"]) < 2
+        same = abs(process.create_time() - psutil.boot_time() - record["started"]) < 2
         return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValueError, KeyError, psutil.Error):
         return None
-
-
-def _started(process: psutil.Process) -> float:
-    """Seconds from the boot to a process' start, within one: the wall clock may be set while it runs."""
-    return process.create_time() - psutil.boot_time()
-
-
-class Exposure(NamedTuple):
-    """Something that others reach, and what to do about it."""
-
-    what: str
-    fix: str
-
-
-def token_place() -> str | None:
-    """The file or variable with the token of this user's clusters; None if they are to ask for none."""
-    return str(ray_token.token_file() or "RAY_AUTH_TOKEN") if ray_token.is_enabled() else None
 
 
 def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:

@@ -9,10 +9,10 @@ import asyncio
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
@@ -43,7 +43,6 @@ _ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names 
 _MOST_NODES = 10_000  # Ray's own limit
 _REASON = 300  # characters
 _CANCELLED = "cancelled by nsa cancel"
-T = TypeVar("T")
 
 
 class SubmissionError(UserError):
@@ -64,9 +63,7 @@ class Submitted(NamedTuple):
 def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: Sequence[str] = ()) -> Submitted:
     """Submit `python -m jobs SPEC` with the spec and the files that it names; from a checkout, with the sources too.
 
-    Args:
-        overrides: KEY=VALUE of the spec.
-        more: further arguments of `python -m jobs`, as `--resume RUN`.
+    `more` are further arguments, as `--resume RUN`.
 
     Raises:
         SpecError: the spec or an override is wrong.
@@ -74,49 +71,45 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
         SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)
-    args = ["python", "-m", "jobs", str(upload.spec), *_sets(overrides), *more]
+    args = ["python", "-m", "jobs", str(upload.spec), *set_options(overrides), *more]
     client = _client(settings)
     if not asks_for_token(settings):
         warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
-        what = f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job"
-        job = _answer(
-            lambda: client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env),
-            what,
-            "look at `nsa status`",
-        )
-        return Submitted(job, size)
+        with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job", "look at `nsa status`"):
+            return Submitted(client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env), size)
 
 
-def _sets(overrides: Sequence[str]) -> list[str]:
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """The arguments of `python -m jobs` that override keys of the spec."""
     return [item for override in overrides for item in ("--set", override)]
 
 
-def follow(settings: Settings, submission_id: str) -> Iterator[str]:
-    """The job's log as it grows, until the job ends."""
+def log(settings: Settings, submission_id: str, *, follow: bool = True) -> Iterator[str]:
+    """The job's log as it grows, until the job ends; without `follow` what it has so far."""
+    if not follow:
+        with _answering(f"job: {submission_id!r}"):
+            yield _client(settings).get_job_logs(submission_id)
+        return
     stream = _client(settings).tail_job_logs(submission_id)
     loop = asyncio.new_event_loop()
     try:
         while True:
-            try:
-                text = _of_job(lambda: loop.run_until_complete(anext(stream)), submission_id)
-            except StopAsyncIteration:
+            with _answering(f"job: {submission_id!r}"):
+                text = loop.run_until_complete(anext(stream, None))
+            if text is None:
                 return
             yield text
     finally:
         loop.close()
 
 
-def log(settings: Settings, submission_id: str) -> str:
-    """The job's log so far."""
-    return _of_job(lambda: _client(settings).get_job_logs(submission_id), submission_id)
-
-
 def job_status(settings: Settings, submission_id: str) -> JobStatus:
     """The job's status."""
-    return _of_job(lambda: _client(settings).get_job_status(submission_id), submission_id)
+    with _answering(f"job: {submission_id!r}"):
+        return _client(settings).get_job_status(submission_id)
 
 
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
@@ -135,11 +128,27 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     job = run["submission_id"]
     gone = "its job has ended" if job else "it was not run as a Ray job"
     try:
-        if job and _of_job(lambda: _client(settings).stop_job(job), job):  # its driver cancels the remaining points
-            return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
+        if job:
+            with _answering(f"job: {job!r}"):
+                stopping = _client(settings).stop_job(job)
+            if stopping:  # its driver cancels the remaining points
+                return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
     except SubmissionError as err:
         gone = f"its job could not be asked to stop ({err})"
-    path, note = _own_journal(run)
+    # The path is the database's, so that of any imported journal: the file there may be anything.
+    path: Path | None = Path(run["artifacts"] or "") / NAME
+    note = ""
+    if not os.path.isfile(path):
+        path = None
+    else:
+        try:
+            first = next(read(path), None)
+            own = first is not None and first.run_id == run_id
+        except JournalError:
+            own = False
+        if not own:
+            note = f" in the database alone: {in_a_line(path)} is not its journal, and stays as it is"
+            path = None
     with ExitStack() as stack:
         # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
         journal: Journal | None = None
@@ -160,23 +169,6 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
         store.apply_many(records)
     count = sum(isinstance(record, OutcomeRecord) for record in records)
     return f"{gone}; marked {count} unfinished points of {run_id} as cancelled{note}"
-
-
-def _own_journal(run: dict[str, Any]) -> tuple[Path | None, str]:
-    """The run's journal, if it is on this machine; else None, and a note on another file at its path.
-
-    The path is the database's, so that of any imported journal: the file there may be anything.
-    """
-    path = Path(run["artifacts"] or "") / NAME
-    if not os.path.isfile(path):
-        return None, ""
-    try:
-        first = next(read(path), None)
-        found = None if first is None else first.run_id
-        why = f"{in_a_line(path)} {f'is of the run {found!r}' if found else 'has no record'}, so it stays as it is"
-    except JournalError as err:
-        found, why = None, in_a_line(err)
-    return (path, "") if found == run["run_id"] else (None, f" in the database alone: {why}")
 
 
 def _endings(store: Store, run_id: str) -> list[Record]:
@@ -207,7 +199,10 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
         settled = f"{', '.join(step.settles)} on {step.hardware}"
         if step.command is None:
             say(f"no command settles {settled}: {step.lacking}")
-        elif not any(node.can_run(step) for node in nodes):
+        elif not any(
+            node.gpus >= step.gpus and (step.accelerator is None or step.accelerator in node.accelerators)
+            for node in nodes
+        ):
             cards = {f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus}
             say(
                 f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
@@ -222,13 +217,12 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
 
 def _run_step(settings: Settings, step: Step) -> str:
     """Run a step to its end. Returns how it ended, in a word or a line."""
-    assert step.spec is not None, "a step with a command has a spec"
-    spec = READY_SPECS / step.spec
+    spec = READY_SPECS / (step.spec or "")
     try:
-        driver.check([str(spec), *_sets(step.overrides)])
+        driver.check([str(spec), *set_options(step.overrides)])
         job = submit(settings, spec, step.overrides).job
         say(f"submitted {job}")
-        for text in follow(settings, job):
+        for text in log(settings, job):
             say(text, end="")
         status = job_status(settings, job)
     except (UserError, SpecError) as err:
@@ -257,9 +251,6 @@ class Node(NamedTuple):
     gpus: float
     accelerators: frozenset[str]
 
-    def can_run(self, step: Step) -> bool:
-        return self.gpus >= step.gpus and (step.accelerator is None or step.accelerator in self.accelerators)
-
 
 def cluster_nodes(settings: Settings) -> list[Node]:
     """The living nodes, as the cluster's dashboard lists them; this process does not join it.
@@ -269,11 +260,9 @@ def cluster_nodes(settings: Settings) -> list[Node]:
     _check_ray(settings)
     from ray.util.state import list_nodes
 
-    what = f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes"
     alive: Any = [("state", "=", "ALIVE")]
-    listed = _answer(
-        lambda: list_nodes(settings.ray_dashboard, alive, limit=_MOST_NODES, detail=True), what, "look at `nsa status`"
-    )
+    with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes", "look at `nsa status`"):
+        listed = list_nodes(settings.ray_dashboard, alive, limit=_MOST_NODES, detail=True)
     nodes = []
     for each in listed:
         resources = vars(each)["resources_total"]
@@ -315,15 +304,10 @@ def _client(settings: Settings) -> JobSubmissionClient:
         ) from None
 
 
-def _of_job(call: Callable[[], T], submission_id: str) -> T:
-    return _answer(call, f"job: {submission_id!r}", "`ray job list` lists the jobs")
-
-
-def _answer(call: Callable[[], T], what: str, fix: str) -> T:
-    """The answer to a call of Ray's client. Raises SubmissionError if Ray refuses, times out or returns garbage."""
+@contextmanager
+def _answering(what: str, fix: str = "`ray job list` lists the jobs") -> Iterator[None]:
+    """Raise SubmissionError if Ray's client, called in the block, is refused, times out or returns garbage."""
     try:
-        return call()
-    except StopAsyncIteration:
-        raise
+        yield
     except Exception as err:
         raise SubmissionError(f"{what}: {in_a_line(err, _REASON)}; {fix}") from None
