@@ -54,8 +54,9 @@ def git_state(root: Path = SOURCES) -> GitState:
         if not _COMMIT.fullmatch(commit):
             fix = "set at most 64 plain characters, or remove it"
             raise UserError(f"NSA_GIT_COMMIT: {shown(commit)}: is no commit; {fix}")
-        dirty, branch = os.environ.get("NSA_GIT_DIRTY"), _as_text(os.environ.get("NSA_GIT_BRANCH"))
-        return GitState(commit, branch, None if not dirty else dirty.lower() not in ("0", "false", "no"))
+        dirty, branch = os.environ.get("NSA_GIT_DIRTY"), os.fsencode(os.environ.get("NSA_GIT_BRANCH", ""))
+        named = branch.decode(errors="backslashreplace") or None  # it may be any bytes
+        return GitState(commit, named, dirty.lower() not in ("0", "false", "no") if dirty else None)
     beside = os.environ.get("NSA_CHECKOUT")
     if beside and Path(beside) != root and code_hash(Path(beside)) == code_hash(root):
         return git_state(Path(beside))
@@ -66,20 +67,19 @@ def git_state(root: Path = SOURCES) -> GitState:
             why = os.fsdecode(found.stderr).partition("\n")[0] or f"its repository is that of {top}"
             warn(f"warning: {root}: its commit is unknown ({why}), and no GO rests on such a run; set NSA_GIT_COMMIT")
         return GitState()
-    changes = _git(root, "status", "--porcelain")
-    branch = _as_text(_git(root, "branch", "--show-current"))
-    return GitState(commit, branch, None if changes is None else bool(changes))
+    changes, branch = git(root, "status", "--porcelain"), git(root, "branch", "--show-current")
+    named = branch.stdout.strip().decode(errors="backslashreplace") or None
+    return GitState(commit, named, None if changes.returncode else bool(changes.stdout.strip()))
 
 
-def code_hash(root: Path = SOURCES) -> str:
-    """Hash of the sources that a measurement depends on (nsa_core and jobs); 16 hex digits."""
+def code_hash(root: Path = SOURCES, spec: JobSpec | None = None) -> str:
+    """Hash of the sources that a measurement depends on; 16 hex digits.
+
+    Those of nsa_core and jobs, and other distributions' of the spec's kind and implementations.
+    """
     paths = sorted(path for package in _SOURCES for path in (root / package).rglob("*.py"))
-    return _hash_of(b"", {path.relative_to(root).as_posix(): path for path in paths})
-
-
-def code_hash_of(spec: JobSpec) -> str:
-    """Hash as `code_hash`, including other distributions' sources of the job's kind and implementations."""
-    own, others = code_hash(), offered_sources(spec)
+    own = _hash_of(b"", {path.relative_to(root).as_posix(): path for path in paths})
+    others = offered_sources(spec) if spec else {}
     return _hash_of(own.encode(), dict(sorted(others.items()))) if others else own
 
 
@@ -104,13 +104,3 @@ def submission_id() -> str | None:
         return str(config["metadata"]["job_submission_id"])[:_JOB_LENGTH]
     except (KeyError, TypeError, json.JSONDecodeError):
         return None
-
-
-def _as_text(name: str | None) -> str | None:
-    """A branch's name, which may be any bytes: those that are not UTF-8 as escapes. None for none."""
-    return os.fsencode(name).decode(errors="backslashreplace") if name else None
-
-
-def _git(root: Path, *args: str) -> str | None:
-    done = git(root, *args)
-    return os.fsdecode(done.stdout).strip() if done.returncode == 0 else None

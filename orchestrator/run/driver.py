@@ -13,6 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 from jobs.hardware.machine import probe
 from jobs.process.compiler_cache import network_file_system
@@ -37,7 +38,7 @@ from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
 from orchestrator.store import Store
 from orchestrator.store.journal import NAME, Journal, JournalFull
-from orchestrator.store.records import EventRecord, PointRecord, RunRecord
+from orchestrator.store.records import EventRecord, PointRecord
 
 OK, FAILURE, BAD_INPUT, CANCELLED = 0, 1, 2, 130
 
@@ -91,12 +92,24 @@ def _run(order: Order, stop: _Stop) -> int:
         # hold when we write to it.
         journal, history = _resumed(order, store, stack) if order.resumed else (None, None)
 
-        def record() -> Recorder:
-            book = journal or stack.enter_context(Journal(order.folder / NAME))
-            return stack.enter_context(Recorder(order.run_id, book, store, terminal.warn))
-
-        run = _run_record(order, resumed=history.run.resumed + 1 if history else 0)
-        recorder = record() if job or order.resumed else None  # another run makes no file before the probe
+        kind = kind_module(order.spec.kind)
+        run = plan.run_record(
+            order.run_id,
+            order.spec.name,
+            order.spec.kind,
+            order.settings,
+            provenance.git_state(),
+            spec=order.spec.model_dump(mode="json"),
+            spec_hash=provenance.spec_hash(order.spec),
+            code_hash=provenance.code_hash(spec=order.spec),
+            resumed=history.run.resumed + 1 if history else 0,
+            quantities=tuple(kind.QUANTITIES),
+            axes=tuple(getattr(kind, "AXES", ())),
+        )
+        recorder = None
+        if job or history:  # another run makes no file before the probe
+            journal = journal or stack.enter_context(Journal(order.folder / NAME))
+            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
         if recorder and job:  # it is shown as pending while it waits for its cluster
             recorder.write([run.model_copy(update={"state": RunState.PENDING})])
         try:
@@ -114,8 +127,12 @@ def _run(order: Order, stop: _Stop) -> int:
                 for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S):
                     terminal.warn(f"warning: {line}")
             raise
-        stop.begin_measuring()
-        return _measure(order, executor, store, recorder or record(), machines[order.spec.python[0]], todo, stop)
+        stop.measuring = True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
+        if recorder is None:
+            journal = stack.enter_context(Journal(order.folder / NAME))
+            recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
+        return _measure(order, executor, store, recorder, machines[order.spec.python[0]], todo, stop)
 
 
 def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, plan.History]:
@@ -199,23 +216,6 @@ def database_problem(settings: Settings) -> str | None:
     )
 
 
-def _run_record(order: Order, resumed: int = 0) -> RunRecord:
-    spec, kind = order.spec, kind_module(order.spec.kind)
-    return plan.run_record(
-        order.run_id,
-        spec.name,
-        spec.kind,
-        order.settings,
-        provenance.git_state(),
-        spec=spec.model_dump(mode="json"),
-        spec_hash=provenance.spec_hash(spec),
-        code_hash=provenance.code_hash_of(spec),
-        resumed=resumed,
-        quantities=tuple(kind.QUANTITIES),
-        axes=tuple(getattr(kind, "AXES", ())),
-    )
-
-
 def _announce(order: Order, machine: Machine, todo: plan.Plan, slots: int, watching: Watcher) -> None:
     where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
     settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
@@ -247,37 +247,33 @@ def _close(
     console.print(f"run {order.run_id}: {state}", markup=False)
 
 
+@dataclass
 class _Stop:
-    """What signals ask of the driver."""
+    """What signals ask of the driver: before the first point one raises KeyboardInterrupt, then it is a reason."""
 
-    def __init__(self) -> None:
-        self.reason: str | None = None  # of a cancellation: the first signal's name
-        self._measuring = False
-
-    def begin_measuring(self) -> None:
-        """From now on a signal is a reason to cancel; before the first point it raises KeyboardInterrupt."""
-        self._measuring = True
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
-
-    def handle(self, number: int, frame: object) -> None:
-        """Note a signal. The same again kills as usual, but for SIGHUP, which changes nothing any more: a closed
-        terminal and its shell send one each, and systemd sends it right after SIGTERM."""
-        first, self.reason = self.reason is None, self.reason or signal.Signals(number).name
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        if number != signal.SIGHUP:
-            signal.signal(number, signal.SIG_DFL)
-        if first and not self._measuring:  # another one that comes at once interrupts no cleanup
-            raise KeyboardInterrupt
+    reason: str | None = None  # of a cancellation: the first signal's name
+    measuring: bool = False
 
 
 @contextmanager
 def _signals() -> Iterator[_Stop]:
     """Handle SIGTERM (sent by `ray job stop`), SIGINT and SIGHUP (the terminal is closed; `nohup` ignores it)."""
     stop = _Stop()
+
+    def handle(number: int, frame: object) -> None:
+        """Note a signal. The same again kills as usual, but for SIGHUP, which changes nothing any more: a closed
+        terminal and its shell send one each, and systemd sends it right after SIGTERM."""
+        first, stop.reason = stop.reason is None, stop.reason or signal.Signals(number).name
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if number != signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)
+        if first and not stop.measuring:  # another one that comes at once interrupts no cleanup
+            raise KeyboardInterrupt
+
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop.handle) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop
     finally:

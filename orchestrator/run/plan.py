@@ -80,11 +80,8 @@ class Plan:
         if before is None:
             self._begin(point_id, point, key, attempt=1)
             return
-
-        def end(attempt: int, state: PointState, reason: str) -> None:
-            ids: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}
-            self.records.append(OutcomeRecord(**ids, attempt=attempt, state=state, reason=reason))
-
+        latest = (before.again or before).state
+        ended: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}  # its latest attempt, by this plan
         settled = before.state is PointState.OK or (
             before.state is PointState.SKIPPED and point.skip_reason is not None
         )
@@ -93,13 +90,15 @@ class Plan:
         if settled:
             if before.key == key:
                 self._settle(point, before.state, before.reason, before.metrics)
-                if not before.latest.ended:  # it was planned for sources or a machine that are no more
+                if not latest.ended:  # it was planned for sources or a machine that are no more
+                    ended["attempt"] = before.attempt + (latest is PointState.PENDING)
                     reason = "not needed: the point has an outcome with the sources and on the machine of now"
-                    end(before.attempt + (before.latest is PointState.PENDING), PointState.CANCELLED, reason)
+                    self.records.append(OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
                 return
             self._changed += before.again is None or before.again.key != key  # else an interrupted resume has said why
-        if before.latest is PointState.RUNNING:
-            end(before.attempt, PointState.LOST, "the run's driver ended before this attempt did")
+        if latest is PointState.RUNNING:
+            reason = "the run's driver ended before this attempt did"
+            self.records.append(OutcomeRecord(**ended, attempt=before.attempt, state=PointState.LOST, reason=reason))
         self._begin(point_id, point, key, attempt=before.attempt + 1)
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
@@ -172,11 +171,6 @@ class PointHistory:
     again: PointHistory | None = None
     reason: str | None = None  # of the outcome
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the outcome, by name
-
-    @property
-    def latest(self) -> PointState:
-        """State of the latest attempt."""
-        return self.again.state if self.again else self.state
 
     def after(self, record: PointRecord | StartRecord | OutcomeRecord) -> PointHistory:
         """The history with a further record."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import TextIOWrapper
 from typing import TextIO
 
@@ -23,7 +24,7 @@ _SIGN_OF_LIFE_S = 30.0
 _NAME = 120  # characters beside a bar
 
 
-class Watcher:
+class Watcher(AbstractContextManager["Watcher"]):
     """Prints a line when a point ends. A terminal also gets bars for the run and its running points, a log the phase of
     a running point after 30 s without a line.
 
@@ -31,7 +32,6 @@ class Watcher:
         labels: point id -> label, of all points; more may be added while the run goes on.
         settled: number of points that need no measuring.
         headline: the metrics to show of a point that ended.
-        stream: None: stdout.
     """
 
     def __init__(
@@ -50,10 +50,7 @@ class Watcher:
         self._run = self._bars.add_task("points", total=len(labels), completed=settled)
         self._points: dict[str, tuple[TaskID, float]] = {}  # the bar of a running point, and when it began
         self._last_line = time.monotonic()
-
-    def __enter__(self) -> Watcher:
         self._bars.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         if not self._is_log:  # which would get an empty line
@@ -62,13 +59,13 @@ class Watcher:
     def started(self, record: StartRecord) -> None:
         if record.point_id in self._points:  # it is handed out again
             self._bars.remove_task(self._points[record.point_id][0])
-        bar = self._bars.add_task(_beside_bar(self._labels[record.point_id]), total=None)
+        bar = self._bars.add_task(escape(in_a_line(self._labels[record.point_id], _NAME)), total=None)
         self._points[record.point_id] = bar, time.monotonic()
 
     def progress(self, sign: Sign) -> None:
         label = self._labels[sign.point_id]
         if sign.point_id in self._points:
-            description = _beside_bar(f"{label}: {sign.phase}")
+            description = escape(in_a_line(f"{label}: {sign.phase}", _NAME))
             bar, _ = self._points[sign.point_id]
             self._bars.update(bar, description=description, completed=sign.done, total=sign.total or None)
         if self._is_log and time.monotonic() - self._last_line >= _SIGN_OF_LIFE_S:
@@ -98,7 +95,3 @@ class Watcher:
     def tell(self, message: str, style: str = "") -> None:
         self._last_line = time.monotonic()
         self._bars.console.print(in_a_line(message), style=style, markup=False, soft_wrap=True)
-
-
-def _beside_bar(text: str) -> str:
-    return escape(in_a_line(text, _NAME))

@@ -159,11 +159,11 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._offset = 0  # the database was replaced by an older or empty one: it gets the whole journal
                 raise StoreUnavailable(f"{SETTING}: {store.name!r}: has lost this run") from None
             self._offset = end
-            self._answered()
+            self._asked_at = self._answered_at = time.monotonic()
         if self._offset and time.monotonic() - self._renewed_at > RENEW_S:  # before, the run has no row
             store.take_lease(self._run_id)
             self._renewed_at = time.monotonic()
-            self._answered()
+            self._asked_at = self._answered_at = time.monotonic()
         while self._beats:
             _, sign = self._beats.popitem()
             try:
@@ -172,7 +172,4 @@ class Recorder(AbstractContextManager["Recorder"]):
                 raise
             except StoreError:  # a number of steps that it cannot hold: a later sign follows
                 continue
-            self._answered()
-
-    def _answered(self) -> None:
-        self._asked_at = self._answered_at = time.monotonic()
+            self._asked_at = self._answered_at = time.monotonic()

@@ -53,12 +53,8 @@ class Scheduler:
         retries: int,
         restarts: int = 0,
     ) -> None:
-        self._executor = executor
-        self._recorder = recorder
-        self._watcher = watcher
-        self._plan = plan
-        self._conditions = conditions
-        self._slots = slots
+        self._executor, self._recorder, self._watcher = executor, recorder, watcher
+        self._plan, self._conditions, self._slots = plan, conditions, slots
         self._again = {PointState.LOST: max(retries, restarts), PointState.CRASH: restarts}
         self._queue = deque(plan.assignments)
         self._batches: dict[int, dict[str, Assignment]] = {}  # unfinished points of each batch, by point id
@@ -83,7 +79,8 @@ class Scheduler:
                     self._take(batch, update)
             self._recorder.look()
         self._check_visible()
-        self._recorder.write([self._run_end(RunState.DONE)])
+        run = self._plan.run
+        self._recorder.write([RunEndRecord(run_id=run.run_id, state=RunState.DONE, resumed=run.resumed)])
         return RunState.DONE
 
     def _hand_out(self) -> None:
@@ -111,7 +108,8 @@ class Scheduler:
             self._recorder.write([update])
             self._files.setdefault(self._nodes.get(update.point_id) or "another node", update.artifact.path)
         elif isinstance(update, EventRecord):
-            self._note(update)
+            self._recorder.write([update])
+            self._watcher.noted(update)
         else:
             self._batch_ended(self._batches.pop(batch), update)
 
@@ -134,12 +132,10 @@ class Scheduler:
             if not os.path.exists(f"{store.removeprefix('file://')}/{path}"):
                 fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
                 message = f"artifacts of node {node} are not visible here: {fix}"
-                self._note(EventRecord(run_id=self._plan.run.run_id, level="warning", message=message))
+                event = EventRecord(run_id=self._plan.run.run_id, level="warning", message=message)
+                self._recorder.write([event])
+                self._watcher.noted(event)
                 return
-
-    def _note(self, event: EventRecord) -> None:
-        self._recorder.write([event])
-        self._watcher.noted(event)
 
     def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
         """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
@@ -177,10 +173,7 @@ class Scheduler:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [OutcomeRecord(**a.ids, attempt=a.attempt, state=point, reason=reason) for a in left]
-        self._recorder.write([*outcomes, self._run_end(run, reason)])
+        ids = {"run_id": self._plan.run.run_id, "resumed": self._plan.run.resumed}
+        self._recorder.write([*outcomes, RunEndRecord(**ids, state=run, reason=reason)])
         self.states[point] += len(left)
         return len(left)
-
-    def _run_end(self, state: RunState, reason: str | None = None) -> RunEndRecord:
-        run = self._plan.run
-        return RunEndRecord(run_id=run.run_id, state=state, reason=reason, resumed=run.resumed)
