@@ -66,8 +66,3 @@ def check_folder(path: Path) -> None:
 def is_local(url: str) -> bool:
     """Whether a checked URL is a folder, which other hosts may not see."""
     return url.startswith("file://")
-
-
-def hide_credentials(text: str) -> str:
-    """The text with user names, passwords, queries and fragments of URLs replaced by ***."""
-    return re.sub(r"(://[^\s?#'\"]*[?#])[^\s'\"]+", r"\1***", re.sub(r"(://)\S*@", r"\1***@", text))

@@ -62,12 +62,6 @@ def check_url(url: str) -> str:
     return f"postgresql+psycopg://{rest}"
 
 
-def with_absolute_path(url: str) -> str:
-    """The URL, a SQLite file's path made absolute: the same database from any folder."""
-    path = sqlite_path(url)
-    return url if path is None or not path.name else sqlite_url(path.absolute())
-
-
 def sqlite_url(path: Path) -> str:
     """The URL of a SQLite file, whatever characters its path has."""
     return f"sqlite:///{path}".replace("%", "%25").replace("?", "%3F")

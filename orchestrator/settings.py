@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
-from pydantic import Field, HttpUrl, ValidationError, ValidationInfo, field_validator
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, Field, HttpUrl, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from jobs.specs.user_files import is_missing
@@ -102,7 +103,7 @@ class Settings(BaseSettings):
     )
     database_url: str | None = Field(default=None, description="sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME")
     artifacts: Path | None = Field(default=None, description="folder of journals and artifacts, a folder a run")
-    artifact_store: str | None = Field(
+    artifact_store: Annotated[str, AfterValidator(artifact_url.check)] | None = Field(
         default=None, description="URL of the store of points' files (s3://BUCKET/PREFIX, file:///PATH)"
     )
     ray_address: str | None = Field(
@@ -136,11 +137,6 @@ class Settings(BaseSettings):
         if address.is_unspecified or (address.is_loopback and str(address) != LOOPBACK):
             raise ValueError(f"is not the address of one interface; write one, or {LOOPBACK} for this host alone")
         return str(address)
-
-    @field_validator("artifact_store")
-    @classmethod
-    def _check_store(cls, value: str | None) -> str | None:
-        return artifact_url.check(value) if value else None
 
     @field_validator("home", "artifacts", "gates")
     @classmethod
@@ -205,11 +201,8 @@ def load_settings() -> Settings:
     try:
         return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
-        raise SettingsError("\n".join(map(_mistake, err.errors()))) from None
+        lines = (": ".join(split(e, f"NSA_{str(e['loc'][0]).upper().removeprefix('NSA_')}")) for e in err.errors())
+        text = re.sub(r"(://)\S*@", r"\1***@", "\n".join(lines))  # credentials in a URL
+        raise SettingsError(re.sub(r"(://[^\s?#'\"]*[?#])[^\s'\"]+", r"\1***", text)) from None
     except (OSError, UnicodeDecodeError) as err:
         raise SettingsError(f".env: '{file}': cannot be read ({err}); make it readable UTF-8 text") from None
-
-
-def _mistake(error: ErrorDetails) -> str:
-    variable = f"NSA_{str(error['loc'][0]).upper().removeprefix('NSA_')}"
-    return artifact_url.hide_credentials(": ".join(split(error, variable)))
