@@ -18,6 +18,7 @@ from sqlalchemy import create_engine, text, update
 from sqlalchemy.engine import make_url
 
 import jobs
+from jobs.specs import kinds
 from orchestrator.store import Store, upgrade
 from orchestrator.store.models import Run
 from orchestrator.store.records import Record
@@ -139,5 +140,6 @@ def kinds_path() -> dict[str, str]:
 def snippet_kind(monkeypatch: pytest.MonkeyPatch, kinds_path: dict[str, str]) -> ModuleType:
     """The job kind whose points run a piece of code, known here and to child processes."""
     monkeypatch.setattr(jobs, "__path__", [*jobs.__path__, str(KINDS)])
+    monkeypatch.setattr(kinds, "_OWN", [*kinds._OWN, "snippet"])
     monkeypatch.setenv("PYTHONPATH", kinds_path["PYTHONPATH"])
     return importlib.import_module("jobs.snippet")
