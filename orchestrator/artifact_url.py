@@ -18,9 +18,8 @@ _BUNDLED = ("file", "local", "ftp", "webhdfs", "hdfs", "arrow_hdfs", "dbfs", "sf
 def check(url: str) -> str:
     """The URL in the form that is stored: with a scheme, without a slash at the end.
 
-    Raises:
-        ValueError: a relative path, an unknown or unfit scheme, a missing package, credentials. The text names the fix
-            and repeats no credentials.
+    Raises ValueError, which names the fix and repeats no credentials: a relative path, an unknown or unfit scheme, a
+    missing package, credentials.
     """
     if "://" not in url:
         if not Path(url).is_absolute():

@@ -29,11 +29,7 @@ class RunMissingError(StoreError):
 
 
 def check_url(url: str) -> str:
-    """The URL with its driver named, after validation.
-
-    Raises:
-        StoreError: not a URL, an unknown scheme, a SQLite URL without a file, a Postgres URL without a host or name.
-    """
+    """The URL with its driver named, after validation. Raises StoreError."""
     mistake = f"{SETTING}: {hide_password(url)!r}:"
     scheme, _, rest = url.partition("://")
     if scheme.lower() == "sqlite":

@@ -46,9 +46,7 @@ def git_state(root: Path = SOURCES) -> GitState:
 
     Ray's unpacked copy has no .git, nor has an installed package. There, it comes from the submitter
     (`GitState.variables`), or from the cluster's checkout (NSA_CHECKOUT, set by `nsa up`) if its sources are the same.
-
-    Raises:
-        UserError: NSA_GIT_COMMIT is set to what is no commit.
+    Raises UserError: NSA_GIT_COMMIT is set to what is no commit.
     """
     if commit := os.environ.get("NSA_GIT_COMMIT"):
         if not _COMMIT.fullmatch(commit):

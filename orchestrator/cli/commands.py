@@ -220,9 +220,7 @@ def submit(
     submitted = submission.submit(settings, spec, overrides or [], again)
     say(f"submitted {submitted.job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
     if wait:
-        for text in submission.log(settings, submitted.job):
-            say(text, end="")
-        raise typer.Exit(0 if submission.job_status(settings, submitted.job) == "SUCCEEDED" else 1)
+        raise typer.Exit(0 if submission.follow(settings, submitted.job) == "SUCCEEDED" else 1)
 
 
 @app.command()

@@ -38,10 +38,6 @@ _NOTE = 4_000  # characters of a note: six frames of a stack
 _LOWEST = 19  # priority of a process that others go before
 
 
-class NotLiveError(UserError):
-    """A run or point that is not running."""
-
-
 def give_way() -> None:
     """Run only when nothing else wants the processor: Linux's idle class is below every priority."""
     try:
@@ -63,24 +59,24 @@ def this_host() -> str:
 def attach(store: Store, run: str, number: int | None, seconds: float) -> Iterator[str]:
     """Diagnosis of the running points of a run, or of the one with a `number`, after watching them for some `seconds`.
 
-    Raises UserError: there is no such run, or NotLiveError: it, or the point, is not running.
+    Raises UserError: there is no such run, or it or the point is not running.
     """
     run_id = find_run(store, run)
     found = queries.run(store, run_id)
     assert found is not None, "it was looked up"
     if found["origin"] == Origin.REPORTED:
-        raise NotLiveError(f"RUN: {run_id!r}: was imported from a report and has no processes; name a measured run")
+        raise UserError(f"RUN: {run_id!r}: was imported from a report and has no processes; name a measured run")
     if found["state"] == RunState.PENDING:
-        raise NotLiveError(f"RUN: {run_id!r}: waits for room on the cluster; try again when `nsa status` says running")
+        raise UserError(f"RUN: {run_id!r}: waits for room on the cluster; try again when `nsa status` says running")
     if found["state"] != RunState.RUNNING:
-        raise NotLiveError(f"RUN: {run_id!r}: is {found['state']}, not running; `nsa show {run_id}` has its results")
+        raise UserError(f"RUN: {run_id!r}: is {found['state']}, not running; `nsa show {run_id}` has its results")
     points = queries.points(store, run_id)
     live = [int(n) for n in points.loc[points["running"] > 0, "number"]]
     if number is not None and number not in live:
         use = f"use {', '.join(map(str, live))}" if live else "wait for one"
-        raise NotLiveError(f"--point: {number}: is not running; {use}, `nsa show {run_id}` lists all")
+        raise UserError(f"--point: {number}: is not running; {use}, `nsa show {run_id}` lists all")
     if not live:
-        raise NotLiveError(f"RUN: {run_id!r}: none of its points is running now; try again, `nsa show {run_id}` tells")
+        raise UserError(f"RUN: {run_id!r}: none of its points is running now; try again, `nsa show {run_id}` tells")
     for each in live if number is None else [number]:
         if (row := queries.point(store, f"{run_id}/{each}")) is not None:
             yield _diagnosed(store, row, seconds)

@@ -21,13 +21,9 @@ def open_store(settings: Settings | None = None, *, create: bool = False, readon
 
 
 def find_run(store: Store, text: str) -> str:
-    """The id of the run that `text` names.
+    """The id of the run that `text` names: by its id, a unique beginning of it, its Ray job's submission id, or "last".
 
-    Args:
-        text: the id, a unique beginning of it, the submission id of its Ray job, or "last" (the newest measured run).
-
-    Raises:
-        UserError: no run, or more than one.
+    The last is the newest measured run. Raises UserError: no run, or more than one.
     """
     if text == "last":
         newest = next(iter(queries.run_ids(store, origin=Origin.MEASURED, limit=1)), None)
@@ -55,11 +51,7 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 
 def find_side(store: Store, text: str) -> Side:
-    """The run that `text` names, as for `find_run`; else the measured runs of the commit that begins so.
-
-    Raises:
-        UserError: neither, or more than one.
-    """
+    """The run that `text` names, as for `find_run`; else the measured runs of the commit that begins so."""
     runs = queries.runs(store, origin=Origin.MEASURED)
     commits = runs["git_commit"].fillna("")
     if len(text) >= _COMMIT and (of_commit := runs.loc[commits.str.startswith(text), "run_id"].tolist()):

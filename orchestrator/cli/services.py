@@ -38,10 +38,6 @@ _READY_S = 90.0
 _STOP_S = 40.0
 
 
-class ServiceError(UserError):
-    """A service did not come up. One line: service, reason, fix."""
-
-
 class Service(NamedTuple):
     """A local process with a page at `url` that answers at `path` below it; only its own answer has `says` in it."""
 
@@ -56,13 +52,6 @@ class Service(NamedTuple):
     @property
     def healthy(self) -> bool:
         return answers(self.url + self.path, self.says)
-
-
-class Exposure(NamedTuple):
-    """Something that others reach, and what to do about it."""
-
-    what: str
-    fix: str
 
 
 class ServiceStatus(NamedTuple):
@@ -103,10 +92,10 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     try:
         settings.home.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise ServiceError(f"NSA_HOME: '{settings.home}': cannot be made ({err.strerror}); name another") from None
+        raise UserError(f"NSA_HOME: '{settings.home}': cannot be made ({err.strerror}); name another") from None
     interfaces = [address.address for each in psutil.net_if_addrs().values() for address in each]
     if settings.ray_host not in {address.partition("%")[0] for address in interfaces}:
-        raise ServiceError(
+        raise UserError(
             f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
         )
     if was_open := ray_token.is_enabled() and ray_token.problem():
@@ -133,7 +122,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
 def down(settings: Settings) -> list[str]:
     """Stop the services that `up` started, last first, and remove Ray's folder. Returns the names of the stopped.
 
-    Raises ServiceError if NSA_HOME cannot be entered or written.
+    Raises UserError if NSA_HOME cannot be entered or written.
     """
     if is_missing(settings.home):  # so nothing was started there
         return []
@@ -201,14 +190,14 @@ def _alone(settings: Settings) -> Iterator[None]:
             yield
     except OSError as err:  # also of a service's log or pid file
         what = f"{err.strerror}: '{err.filename}'" if err.filename else err.strerror
-        raise ServiceError(
+        raise UserError(
             f"NSA_HOME: '{settings.home}': services cannot be started or stopped there ({what}); "
             "name a folder of your own"
         ) from None
 
 
-def _taken(service: Service) -> ServiceError:
-    return ServiceError(
+def _taken(service: Service) -> UserError:
+    return UserError(
         f"{service.name}: {service.url} is already in use by a process that `nsa up` did not start; "
         "stop it, or set NSA_RAY_DASHBOARD / NSA_DASHBOARD_PORT to another port"
     )
@@ -242,7 +231,7 @@ def _await(settings: Settings, service: Service, noted: bool) -> None:
         dead = _pid(service) is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
-            raise ServiceError(f"{service.name}: {why} at {service.url}; see {service.files.with_suffix('.log')}")
+            raise UserError(f"{service.name}: {why} at {service.url}; see {service.files.with_suffix('.log')}")
         time.sleep(0.2)
     if service.port not in _ports(_pid(service)):  # another process was faster
         raise _taken(service)
@@ -291,17 +280,17 @@ def _pid(service: Service) -> int | None:
         return None
 
 
-def exposures(settings: Settings, ray_pid: int | None) -> list[Exposure]:
-    """Parts of the cluster that others reach; `ray_pid`: its process, if `nsa up` started it."""
+def exposures(settings: Settings, ray_pid: int | None) -> list[tuple[str, str]]:
+    """Parts of the cluster that others reach, and what to do; `ray_pid`: its process, if `nsa up` started it."""
     found = []
     if not asks_for_token(settings):
         again = "nsa down; nsa up" if ray_token.is_enabled() else "nsa down; unset RAY_AUTH_MODE; nsa up"
         what = "runs code for everyone who reaches it, as it was started without a token"
-        found.append(Exposure(f"the cluster at {settings.ray_dashboard} {what}", again))
+        found.append((f"the cluster at {settings.ray_dashboard} {what}", again))
     if ray_pid is not None and (ports := _ports(ray_pid, beyond_loopback=True)):
         fix = "nsa down; nsa up" if settings.ray_host == LOOPBACK else "let only the cluster's hosts through a firewall"
         listed = ", ".join(map(str, ports[:8])) + (", ..." if len(ports) > 8 else "")
-        found.append(Exposure(f"Ray listens on other addresses than loopback (ports {listed})", fix))
+        found.append((f"Ray listens on other addresses than loopback (ports {listed})", fix))
     if problem := ray_token.problem():
-        found.append(Exposure(problem, "nsa down; remove the file; nsa up"))
+        found.append((problem, "nsa down; remove the file; nsa up"))
     return found

@@ -49,10 +49,6 @@ class SubmissionError(UserError):
     """The cluster cannot be reached or does not know the job. One line: field, value, fix."""
 
 
-class CancelError(UserError):
-    """The run cannot be cancelled from here. One line: field, value, fix."""
-
-
 class Submitted(NamedTuple):
     """A job that Ray has accepted: its submission id, and the bytes of the package that was sent."""
 
@@ -63,12 +59,8 @@ class Submitted(NamedTuple):
 def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: Sequence[str] = ()) -> Submitted:
     """Submit `python -m jobs SPEC` with the spec and the files that it names; from a checkout, with the sources too.
 
-    `more` are further arguments, as `--resume RUN`.
-
-    Raises:
-        SpecError: the spec or an override is wrong.
-        UserError: a file that the spec names cannot be sent.
-        SubmissionError: no cluster answers, or it does not take the job.
+    `more` are further arguments, as `--resume RUN`. Raises SpecError; UserError: a file that the spec names cannot be
+    sent; SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)
     args = ["python", "-m", "jobs", str(upload.spec), *set_options(overrides), *more]
@@ -106,8 +98,10 @@ def log(settings: Settings, submission_id: str, *, follow: bool = True) -> Itera
         loop.close()
 
 
-def job_status(settings: Settings, submission_id: str) -> JobStatus:
-    """The job's status."""
+def follow(settings: Settings, submission_id: str) -> JobStatus:
+    """Print the job's log until the job ends. Returns its status."""
+    for text in log(settings, submission_id):
+        say(text, end="")
     with _answering(f"job: {submission_id!r}"):
         return _client(settings).get_job_status(submission_id)
 
@@ -115,11 +109,7 @@ def job_status(settings: Settings, submission_id: str) -> JobStatus:
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     """Stop the run's Ray job; if its driver is gone already, mark its unfinished points as cancelled.
 
-    Returns:
-        One line for the user: what was done.
-
-    Raises:
-        CancelError: the driver is alive but cannot be stopped as a Ray job.
+    Returns a line that says what was done. Raises UserError: the driver lives, but cannot be stopped as a Ray job.
     """
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
@@ -157,7 +147,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
             stack.callback(store.end_lease, run_id)
             journal = stack.enter_context(Journal(path)) if path else None
         except (LeaseHeld, JournalHeld):
-            raise CancelError(
+            raise UserError(
                 f"RUN: {run_id!r}: its driver is alive on {run['host'] or 'its host'}; interrupt it there with "
                 "Ctrl-C, or stop its Ray job"
             ) from None
@@ -189,10 +179,7 @@ def _endings(store: Store, run_id: str) -> list[Record]:
 def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> None:
     """Submit each step that a node can run, and follow it to its end; say which are not run, and why.
 
-    A failed step does not stop the next.
-
-    Raises:
-        SubmissionError: no cluster answers.
+    A failed step does not stop the next. Raises SubmissionError: no cluster answers.
     """
     nodes = cluster_nodes(settings) if any(step.command for step in steps) else []
     for step in steps:
@@ -222,9 +209,7 @@ def _run_step(settings: Settings, step: Step) -> str:
         driver.check([str(spec), *set_options(step.overrides)])
         job = submit(settings, spec, step.overrides).job
         say(f"submitted {job}")
-        for text in log(settings, job):
-            say(text, end="")
-        status = job_status(settings, job)
+        status = follow(settings, job)
     except (UserError, SpecError) as err:
         return f"failed ({'; '.join(str(err).splitlines())})"
     return "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from orchestrator.background import in_background
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path, point_index
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, point_index
 from orchestrator.messages import Assignment
 from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
 
@@ -95,5 +95,5 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                 raise InterruptedError("nobody waits for the copy")
             self._last_piece = time.monotonic()
 
-        path = artifact_path(attempt.run_id, point_index(attempt.point_id), attempt.attempt, source.name)
+        path = f"{attempt.run_id}/{point_index(attempt.point_id):04d}/{attempt.attempt}/{source.name}"
         return in_background(partial(self._store.put, source, path, after_piece))

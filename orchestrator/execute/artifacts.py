@@ -60,11 +60,6 @@ class StoredFile:
     sha256: str
 
 
-def artifact_path(run_id: str, index: int, attempt: int, name: str) -> str:
-    """The path of a file, relative to the store."""
-    return f"{run_id}/{index:04d}/{attempt}/{name}"
-
-
 def point_index(point_id: str) -> int:
     """The point's place in its run, from 0, as point ids end with it: `<run_id>/<index>`."""
     return int(point_id.rpartition("/")[2])
@@ -120,7 +115,7 @@ class ArtifactStore:
     url: str
 
     def put(self, source: Source, path: str, after_piece: Callable[[], None] = lambda: None) -> ArtifactData:
-        """Copy a file into the store, in pieces, to a path of `artifact_path`; nothing stays of a copy that fails.
+        """Copy a file into the store, in pieces, to a path there; nothing stays of a copy that fails.
 
         What `after_piece` raises ends the copy. Raises ArtifactError: the source cannot be read, or the store written.
         """

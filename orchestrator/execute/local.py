@@ -50,8 +50,7 @@ class LocalExecutor:
     def probe(self) -> Mapping[str | None, Machine]:
         """The machine that the points will use, as each interpreter of the spec finds it.
 
-        Raises:
-            UserError: a path, interpreter or environment of the spec cannot be used there.
+        Raises UserError: a path, interpreter or environment of the spec cannot be used there.
         """
         required = Requirements.of(self._spec)
         return requirements.check(required, gpus="" if required.gpus == 0 else None)

@@ -64,11 +64,9 @@ def measure_point(command: MeasurePoint, channel: Channel) -> Measured:
 
 
 def describe(device: str, settings: Sequence[str]) -> dict[str, Any]:
-    """This process's environment, with the effective values of `settings`; without these {} for a kind without torch.
+    """This process's environment, on PyTorch's `device`, with the effective values of the variables in `settings`.
 
-    Args:
-        device: PyTorch's name of the point's device.
-        settings: names of environment variables.
+    Without these it is {} for a kind without torch.
     """
     environment: dict[str, Any] = {}
     try:

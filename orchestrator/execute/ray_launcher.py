@@ -260,8 +260,7 @@ def _trainer(ranks: int, work: Work, cluster: Cluster) -> Any:
 def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
     """Be a driver of the cluster; all that it started there ends with the block.
 
-    Raises:
-        RanksEnded: SIGTERM came while Ray connected; sets `stop`.
+    Raises RanksEnded, and sets `stop`, if SIGTERM came while Ray connected.
     """
     before = signal.getsignal(signal.SIGTERM)
     if cluster.address.startswith("127."):  # where Ray itself takes loopback for the address that others reach

@@ -16,8 +16,7 @@ _NEVER_BELOW_ZERO = ("ms", "s", "MiB", "tok/s", "token", "J/tok", "W")
 def own_gates(path: Path | None) -> Gates:
     """The rules at `path`, checked as far as that needs all kinds; None: the shipped ones, which a test checks.
 
-    Raises:
-        GatesError: one line per mistake: field, value, fix.
+    Raises GatesError: one line a mistake.
     """
     gates = load_gates(path)
     if path and (mistakes := list(misdirected(gates))):

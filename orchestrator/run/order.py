@@ -76,8 +76,7 @@ class Order:
 def read_order(argv: Sequence[str] | None) -> Order:
     """The order in the arguments of `python -m jobs` (None: this process's), the settings and the spec.
 
-    Raises:
-        UserError: one line for each mistake: field, value, fix. All mistakes are found at once.
+    Raises UserError, with all mistakes at once: one line for each.
     """
     args = parse_arguments(argv)
     check_current_folder()
@@ -135,9 +134,7 @@ def _check_uploaded(spec: JobSpec | None) -> None:
 def print_points(order: Order) -> None:
     """Print the spec's points on this machine, or on an assumed 80-GiB GPU where the spec wants one and none is here.
 
-    Raises:
-        SpecError: the points cannot run on such a machine.
-        UserError: it is a run on this machine, which lacks files or interpreters of the spec.
+    Raises SpecError if they cannot run on such a machine, UserError if a local run lacks files or interpreters.
     """
     spec, wanted = order.spec, Requirements.of(order.spec)
     if order.local and (faults := requirements.missing(wanted)):

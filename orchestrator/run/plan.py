@@ -231,13 +231,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a run. Of a resumed one, points that ended under the same key are not measured again.
 
-    Args:
-        machines: the machine as each interpreter of the points finds it.
-        old: what the resumed run has; None: it is a new one.
-        again: measure failed points again, too.
-
-    Raises:
-        UserError: the resumed run's points differ from the spec's points on this machine.
+    `machines` has the machine as each interpreter of the points finds it, `old` what a resumed run has; with `again`
+    failed points are measured, too. Raises UserError if a resumed run's points differ from the spec's.
     """
     old = old or History(run)
     labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]

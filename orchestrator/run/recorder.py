@@ -93,13 +93,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._note("warning", f"the database was away for {seconds:.0f} s; the missed records are being stored")
 
     def close(self, patience_s: float = TIMEOUT_S, stopped: Callable[[], str | None] = lambda: None) -> list[str]:
-        """Wait until all records are stored; give up when none was for `patience_s` seconds.
+        """Wait until all records are stored; give up when none was for `patience_s` seconds, once `stopped` for STOP_S.
 
-        Args:
-            stopped: a reason to give up when none was for STOP_S seconds.
-
-        Returns:
-            A line for the user about records that the database lacks, with the fix.
+        Returns a line for the user about records that the database lacks, with the fix.
         """
         begun = time.monotonic()
         while not (self.stored and self._away_since is None):

@@ -22,8 +22,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def begun(run_id: str, artifacts: Path) -> RunRecord:
     """The latest beginning of a run, from its journal in a folder of runs.
 
-    Raises:
-        UserError: it has no journal there, or was not measured here. JournalError: the journal is damaged.
+    Raises UserError: it has no journal there, or was not measured here; JournalError: the journal is damaged.
     """
     path = artifacts / run_id / journal.NAME
     if not _RUN_ID.fullmatch(run_id) or not os.path.isfile(path):  # Path.is_file raises for a long name
@@ -45,9 +44,7 @@ def begun(run_id: str, artifacts: Path) -> RunRecord:
 def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
     """The journal in a run's folder, locked, and the history that it has.
 
-    Raises:
-        UserError: it ends before the run began.
-        JournalError: it is damaged, another run's, or being written by another process.
+    Raises UserError: it ends before the run began; JournalError: it is damaged, another run's, or being written.
     """
     path = folder / journal.NAME
     with Journal(path) as book:

@@ -33,12 +33,9 @@ _POLL_S = 0.2
 
 
 class Scheduler:
-    """Measures the points of one run.
+    """Measures the points of one run, in some `slots` at a time.
 
-    Args:
-        slots: number of batches at a time.
-        retries: number of times that a lost point is handed out again.
-        restarts: the same for a point whose process crashed, and at least for a lost one.
+    A lost point is handed out again `retries` times, or `restarts` if that is more, one that crashed `restarts` times.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from processes import free_ports
 from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
-from orchestrator.cli.services import ServiceError
+from orchestrator.errors import UserError
 from orchestrator.execute import ray_folder
 from orchestrator.settings import Settings
 
@@ -102,7 +102,7 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
     port = int(str(getattr(settings, field)).rpartition(":")[2])
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(ServiceError, match=rf":{port} is already in use.* NSA_RAY_DASHBOARD"),
+        pytest.raises(UserError, match=rf":{port} is already in use.* NSA_RAY_DASHBOARD"),
     ):
         services.up(settings)
     assert services.down(settings) == []
@@ -131,7 +131,7 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:
-    with pytest.raises(ServiceError, match=r"^NSA_RAY_HOST: '192\.0\.2\.77': is no address of this host; name one"):
+    with pytest.raises(UserError, match=r"^NSA_RAY_HOST: '192\.0\.2\.77': is no address of this host; name one"):
         services.up(settings.model_copy(update={"ray_host": "192.0.2.77"}))
     assert services.down(settings) == []
 
@@ -161,6 +161,5 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[i
 @pytest.mark.parametrize("listener", [["0.0.0.0", "127.0.0.1"], ["child", "0.0.0.0", "127.0.0.1"]], indirect=True)
 def test_a_port_of_all_addresses_is_told(settings: Settings, listener: tuple[int, list[int]]) -> None:
     pid, (everywhere, _) = listener
-    (found,) = services.exposures(settings, pid)
-    assert found.what == f"Ray listens on other addresses than loopback (ports {everywhere})"
-    assert found.fix == "nsa down; nsa up"
+    told = f"Ray listens on other addresses than loopback (ports {everywhere})"
+    assert services.exposures(settings, pid) == [(told, "nsa down; nsa up")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ftp_server import FtpServer, ftp_server
 
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, artifact_path
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.settings import SettingsError, load_settings
 from orchestrator.store.records import STORED_BYTES, ArtifactData
 
@@ -69,7 +69,7 @@ def test_a_url_that_cannot_be_used_says_so_when_settings_load(url: str, message:
 )
 def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
     with pytest.raises(ArtifactError, match="is no plain file name") as error:
-        ArtifactStore("file:///nowhere").put(Source(name, "text"), artifact_path("r", 0, 1, name))
+        ArtifactStore("file:///nowhere").put(Source(name, "text"), f"r/0000/1/{name}")
     assert str(error.value).isascii()
     assert "\n" not in str(error.value)
 
@@ -77,7 +77,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
 def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     (tmp_path / "big.bin").write_bytes(os.urandom(BIG + 1))
     store = ArtifactStore(url)
-    file = store.put(Source("big.bin", tmp_path / "big.bin"), artifact_path("r", 3, 2, "big.bin"))
+    file = store.put(Source("big.bin", tmp_path / "big.bin"), "r/0003/2/big.bin")
     assert (file.path, file.size, file.content, file.truncated) == ("r/0003/2/big.bin", BIG + 1, None, False)
     assert file.sha256 == hashlib.sha256((tmp_path / "big.bin").read_bytes()).hexdigest()
     assert content(ArtifactStore(url), file) == (tmp_path / "big.bin").read_bytes()

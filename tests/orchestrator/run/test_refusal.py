@@ -79,7 +79,7 @@ def test_any_refused_order_is_a_run(home, tmp_path, monkeypatch, args, content, 
 
 
 def test_it_is_in_every_list_of_runs_and_in_no_result(home, bad, monkeypatch) -> None:
-    monkeypatch.setattr(submission, "log", lambda settings, job: f"the log of {job}\n")
+    monkeypatch.setattr(submission, "log", lambda settings, job, follow: [f"the log of {job}\n"])
     assert driver.main([str(bad)]) == 2
     [run] = stored(home)
     assert run["run_id"] in nsa("runs", "--state", "failed")

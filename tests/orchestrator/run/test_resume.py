@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from orchestrator import provenance
 from orchestrator.cli.commands import app
-from orchestrator.cli.submission import CancelError, cancel_run
+from orchestrator.cli.submission import cancel_run
+from orchestrator.errors import UserError
 from orchestrator.run import driver, plan
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, importer, journal, queries
@@ -71,7 +72,7 @@ def test_a_run_that_is_measured_is_left_alone_and_one_whose_driver_was_killed_is
     shutil.copytree(at / run_id, tmp_path / "elsewhere" / run_id)  # whose journal nobody has locked
     assert run("--resume", run_id) == 2
     assert "is being written by another process" in capsys.readouterr().err
-    with Store.open(database_url) as store, pytest.raises(CancelError, match="its driver is alive"):
+    with Store.open(database_url) as store, pytest.raises(UserError, match="its driver is alive"):
         cancel_run(load_settings(), store, run_id)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NSA_ARTIFACTS", str(tmp_path / "elsewhere"))

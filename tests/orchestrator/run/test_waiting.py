@@ -70,7 +70,7 @@ def fail(err: BaseException) -> None:
 
 def test_a_job_that_waits_for_room_is_a_pending_run(home, spec, waits, tmp_path, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr(submission, "log", lambda settings, job: f"the log of {job}")
+    monkeypatch.setattr(submission, "log", lambda settings, job, follow: [f"the log of {job}"])
 
     def look() -> None:
         seen.append((only_run(home), nsa("runs"), nsa("status"), nsa("show", "last"), nsa("logs", "last")))
