@@ -27,7 +27,7 @@ from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 
 if TYPE_CHECKING:
-    from jobs.diagnosis.advice import Diagnosis, Shown
+    from jobs.diagnosis.advice import Diagnosis
     from jobs.diagnosis.rank_state import RankState
 
 _STATE = re.compile(r"rank(\d+)(?:-(\d+))?\.json")
