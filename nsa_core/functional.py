@@ -92,26 +92,14 @@ def nsa_attention(
 
 
 def select_blocks(
-    q: Tensor,
-    k: Tensor,
-    config: NSAConfig,
-    *,
-    k_cmp: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, config: NSAConfig, *, k_cmp: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, scale: float | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Blocks that every query selects (Eq. 8 to 12). No gradient flows through the selection.
 
     Args:
-        q: queries [B,S,Hq,Dk].
+        q, config, k_cmp, cu_seqlens, max_seqlen, scale: as in nsa_attention.
         k: keys [B,T,Hkv,Dk] of the compressed branch.
-        config: block sizes and counts.
-        k_cmp: compressed keys [B,Nc,Hkv,Dk] in place of compress(k).
-        cu_seqlens: bounds of packed sequences.
-        max_seqlen: as in nsa_attention.
-        scale: of q·k; 1/sqrt(Dk) unless given.
         backend: name of the backend that computes it.
 
     Returns:
@@ -166,23 +154,14 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, scale: float | None = None,
+    window: int | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Causal attention over all positions <= t, or over the last `window` of them; differentiable.
 
     Args:
-        q: queries [B,S,Hq,Dk].
-        k: keys [B,T,Hkv,Dk].
-        v: values [B,T,Hkv,Dv].
-        cu_seqlens: bounds of packed sequences.
-        scale: of q·k; 1/sqrt(Dk) unless given.
+        q, k, v: queries [B,S,Hq,Dk], keys [B,T,Hkv,Dk], values [B,T,Hkv,Dv].
+        cu_seqlens, scale: as in nsa_attention.
         window: positions that a query sees, its own included; all unless given.
         backend: the kernel, one of `backends.dense.KERNELS`; "auto" takes the fastest available.
 
@@ -225,10 +204,7 @@ def _attend(
     operands: Operands, config: NSAConfig, scale: float, branches: tuple[Branch, ...], backends: dict[Branch, Backend],
     bounds: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Gated sum; triton computes its branches at once, unless another backend selects their blocks.
-
-    Packed operands with a batch axis of one have the `bounds` of checked_packing; then all backends are triton.
-    """
+    """Gated sum; triton computes its branches at once, also packed ones by their `bounds` of checked_packing."""
     assert operands.gates is not None
     gates = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
     parts: list[Tensor] = []

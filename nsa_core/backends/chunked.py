@@ -8,23 +8,38 @@ probabilities P and applies, for o = g·Pv and scores s = scale·qk,
 Deterministic: the same input gives the same bits, forward and backward, on CPU and on CUDA. Half-precision products
 accumulate in float32 (on the CPU their operands are cast to it); softmax and the gradients of keys and values are in
 float32.
+
+A piece is a chunk of queries with its keys: one span of tokens for all its queries, or gathered blocks, each query its
+own. Keys and values are [X,T,D] there, X = batch · kv heads. How a branch is cut follows from shapes and the kind of
+device alone. One chunk's workspace stays within a budget, which grows with the queries between a floor (smaller chunks
+cost more time in launches than they save in memory) and a ceiling (larger ones gain nothing), so that the whole extra
+memory is linear in S.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._gradients import undifferentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
 from ..routes import Branch, note
-from . import _common, chunks
-from .chunks import CallShape, ChunkedBranch, Piece, operand_dtype
+from . import _common
 
 _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
+_MIB = 1 << 20
+# (floor, ceiling) in bytes. On the CPU a chunk should stay in the caches, on a GPU it should fill the card.
+_BUDGET = {"cpu": (_MIB // 2, 16 * _MIB), "cuda": (64 * _MIB, 256 * _MIB)}
+_assumed: ContextVar[str] = ContextVar("nsa_core_chunks_device", default="cuda")
+_NARROWEST_BAND = 64  # a window chunk may have so many rows, however narrow the window
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -36,7 +51,7 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    branch = chunks.compressed(CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = _compressed_pieces(_CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
     return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
 
 
@@ -44,7 +59,7 @@ def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: floa
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    branch = chunks.compressed(CallShape(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    branch = _compressed_pieces(_CallShape(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
         keys = branch.heads_first(k_cmp)
@@ -62,7 +77,7 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    branch = chunks.selected(CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
+    branch = _selected_pieces(_CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, blocks, branch, scale)
 
 
@@ -71,12 +86,12 @@ def window(
 ) -> Tensor:
     """Window branch, or dense attention; a chunk of queries sees its own positions and the window before them."""
     note(branch, "chunked")
-    pieces = chunks.band(CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
+    pieces = _band_pieces(_CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
     return _attend(q, k, v, gate, None, pieces, scale)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: ChunkedBranch, scale: float
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: _ChunkedBranch, scale: float
 ) -> Tensor:
     out = _Attend.apply(q, k, v, gate, blocks, branch, scale)
     assert isinstance(out, Tensor)
@@ -88,7 +103,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: ChunkedBranch,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: _ChunkedBranch,
         scale: float,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(q, k, v, gate, blocks)
@@ -135,13 +150,13 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, dgate, None, None, None
 
 
-def _rows(x: Tensor, piece: Piece, kv_heads: int) -> Tensor:
+def _rows(x: Tensor, piece: _Piece, kv_heads: int) -> Tensor:
     """The piece's rows of x [B,S,Hq,D] as an operand [X,C,G,D]."""
     part = x[:, piece.start : piece.stop].unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)
-    return part.to(operand_dtype(x)).contiguous()
+    return part.to(_operand_dtype(x)).contiguous()
 
 
-def _store(x: Tensor, piece: Piece, part: Tensor) -> None:
+def _store(x: Tensor, piece: _Piece, part: Tensor) -> None:
     """Store part [X,C,G,D] in the piece's rows of x [B,S,Hq,D]: the inverse of _rows."""
     into = x[:, piece.start : piece.stop]
     batch, kv_heads = x.shape[0], len(part) // x.shape[0]
@@ -162,7 +177,7 @@ def _transposed_product(x: Tensor, y: Tensor, batch: int) -> Tensor:
     return torch.bmm(x, y, out_dtype=torch.float32) if y.itemsize < 4 else torch.bmm(x, y)
 
 
-def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Tensor:
+def _probabilities(rows: Tensor, keys: Tensor, piece: _Piece, scale: float) -> Tensor:
     """Softmax of scale·q·k over the visible keys, [X,C,G,L]; zeros in rows that see none."""
     scores = _product(rows, keys.mT).mul_(scale)
     part = piece.hidden.shape[-1]
@@ -171,3 +186,182 @@ def _probabilities(rows: Tensor, keys: Tensor, piece: Piece, scale: float) -> Te
     if piece.empty:  # `hidden` then covers every key
         p.masked_fill_(piece.hidden, 0)
     return p
+
+
+class _CallShape:
+    """Sizes of one branch's call, on which the size of a chunk depends.
+
+    Attributes:
+        batch, rows, heads, dim: sizes of q [B,S,Hq,Dk].
+        kv_heads, value_dim: sizes of v [B,T,Hkv,Dv].
+        element: bytes of an operand of the products: 2 for half precision on CUDA, 4 for float32, 8 for float64.
+        accumulator: bytes of an accumulator: float32, or float64 for float64 operands.
+        budget: bytes that one chunk's workspace may take.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self.batch, self.rows, self.heads, self.dim = q.shape
+        self.kv_heads, self.value_dim = v.shape[2:]
+        self.element = _operand_dtype(q).itemsize
+        self.accumulator = max(4, self.element)
+        floor, ceiling = _BUDGET.get(_assumed.get() if q.is_meta else q.device.type, _BUDGET["cuda"])
+        self.budget = min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
+
+    def chunk(self, keys: int, gathered: int = 0) -> int:
+        """Queries of a chunk in which each has `keys` keys, of which it gathers so many bytes of its own.
+
+        It also holds scores and probabilities; in the backward, probabilities and their gradients.
+        """
+        row = 2 * self.batch * self.heads * keys * self.accumulator + gathered
+        return max(1, min(self.rows, self.budget // max(1, row)))
+
+
+def _operand_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of the products' operands: half precision only on CUDA, which accumulates it in float32."""
+    device = _assumed.get() if x.is_meta else x.device.type
+    return torch.float32 if x.itemsize < 4 and device != "cuda" else x.dtype
+
+
+@contextmanager
+def assume(device: str) -> Iterator[None]:
+    """Within the block, tensors without memory are cut as on this kind of device."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Queries start:stop and their keys.
+
+    Attributes:
+        start, stop: rows of q.
+        where: a span of tokens, or the rows to gather from [X·T/unit, unit·D], int64 [X·C·n].
+        hidden: bool [1 or X,C,1,H], True where one of the last H keys is masked for a query.
+        empty: whether some query may see no key at all.
+    """
+
+    start: int
+    stop: int
+    where: slice | Tensor
+    hidden: Tensor
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class _ChunkedBranch:
+    """One branch cut into pieces, and the layout in which they read keys and values.
+
+    Attributes:
+        pieces: (selected blocks or None, for the backward?) -> pieces that cover every query once.
+        unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it. 0: spans alone are read.
+    """
+
+    pieces: Callable[[Tensor | None, bool], Iterator[_Piece]]
+    unit: int = 0
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        """x [B,T,H,D] as [B·H,T,D], T padded with zeros; a view where possible."""
+        missing = -x.shape[1] % max(1, self.unit)
+        x = pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x.contiguous() if self.unit else x
+
+    def read(self, x: Tensor, piece: _Piece) -> Tensor:
+        """Keys of the piece [X,L,D], or [X·C,L,D] when gathered, in the dtype of products."""
+        if isinstance(piece.where, slice):
+            part = x[:, piece.where]
+        else:
+            gathered = x.view(-1, self.unit * x.shape[-1]).index_select(0, piece.where)
+            part = gathered.view(len(x) * (piece.stop - piece.start), -1, x.shape[-1])
+        return part.to(_operand_dtype(part))
+
+    def add(self, total: Tensor, piece: _Piece, part: Tensor) -> None:
+        """Add `part`, in the layout of `read`, to `total` [X,T,D], in a fixed order."""
+        if isinstance(piece.where, slice):
+            total[:, piece.where] += part
+            return
+        blocks, parts = total.view(-1, self.unit * total.shape[-1]), part.view(len(piece.where), -1)
+        if total.is_cuda:
+            blocks.index_put_((piece.where,), parts, accumulate=True)  # sorts first; index_add_ would use atomics
+        else:
+            blocks.index_add_(0, piece.where, parts)
+
+
+def _compressed_pieces(
+    shape: _CallShape, config: NSAConfig, offset: int, tokens: int, device: torch.device
+) -> _ChunkedBranch:
+    """The compressed branch: a query sees the compressed tokens that end at or before it."""
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
+        for start, stop in _ranges(0, shape.rows, shape.chunk(tokens), device):
+            all_see, some_see = config.cmp_tokens(offset + start + 1), config.cmp_tokens(offset + stop)
+            ends = torch.arange(all_see, some_see, device=device) * config.cmp_stride + config.cmp_block - 1
+            hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
+            yield _Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
+
+    return _ChunkedBranch(pieces)
+
+
+def _band_pieces(shape: _CallShape, window: int, offset: int, device: torch.device) -> _ChunkedBranch:
+    """The window branch: a query sees the last `window` positions, its own included.
+
+    A chunk's span is chunk + window keys, so that a chunk is at most as long as the window.
+    """
+    widest = max(window, _NARROWEST_BAND)
+    step = min(widest, shape.chunk(2 * widest))
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
+        for start, stop in _ranges(0, shape.rows, step, device):
+            first = max(0, offset + start - window + 1)
+            tokens = torch.arange(first, offset + stop, device=device)
+            positions = torch.arange(offset + start, offset + stop, device=device)[:, None]
+            hidden = (tokens > positions) | (tokens <= positions - window)
+            yield _Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
+
+    return _ChunkedBranch(pieces)
+
+
+def _selected_pieces(shape: _CallShape, config: NSAConfig, offset: int, device: torch.device) -> _ChunkedBranch:
+    """The selected branch: a query sees the tokens of its blocks up to its own position.
+
+    Queries that select every block share a span and gather nothing.
+    """
+    keys = config.slc_count * config.slc_block
+    dense = min(max(0, keys - offset), shape.rows)
+
+    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
+        assert blocks is not None
+        for start, stop in _ranges(0, dense, shape.chunk(keys), device):
+            positions = torch.arange(offset + start, offset + stop, device=device)
+            hidden = positions > positions[:, None]
+            yield _Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
+        total, element = config.slc_blocks(offset + shape.rows), shape.element + shape.accumulator * backward
+        gathered = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * element
+        for start, stop in _ranges(dense, shape.rows, shape.chunk(keys, gathered), device):
+            yield _gathered(blocks[:, start:stop], start, offset, total, config)
+
+    return _ChunkedBranch(pieces, config.slc_block)
+
+
+def _gathered(chosen: Tensor, start: int, offset: int, total: int, config: NSAConfig) -> _Piece:
+    """_Piece of the C queries from `start` on with their chosen blocks [B,C,Hkv,n], out of `total` per head."""
+    stop = start + chosen.shape[1]
+    per_head = chosen.transpose(1, 2).flatten(0, 1).long()  # [X,C,n]
+    first = torch.arange(len(per_head), device=chosen.device)[:, None, None] * total
+    tokens = per_head.unsqueeze(-1) * config.slc_block + torch.arange(config.slc_block, device=chosen.device)
+    positions = torch.arange(offset + start, offset + stop, device=chosen.device)[:, None, None]
+    hidden = (tokens > positions) | (tokens < 0)
+    return _Piece(start, stop, (per_head.clamp(min=0) + first).flatten(), hidden.flatten(2).unsqueeze(2))
+
+
+def _ranges(first: int, last: int, step: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    starts = range(first, last, step)
+    if device.type == "meta":
+        # Memory alone is asked for, and pieces only grow but for the last: its peak, or that of the one before it,
+        # is the highest, beside what the piece before has left.
+        starts = starts[-3:]
+    for start in starts:
+        yield start, min(start + step, last)

@@ -71,8 +71,7 @@ def estimate_attention(
 
     Args:
         config: block sizes; ignored for "dense".
-        implementation: "chunked", "naive", "reference", "triton" or "dense" (without gates).
-        batch, seq_len, query_heads, kv_heads, head_dim, dtype: sizes and dtype of the tensors.
+        implementation: one of IMPLEMENTATIONS; "dense" has no gates.
         backward: include the gradients of all inputs, from a given gradient of the output.
         device: decides chunks and kernels; a GPU that is not in this host counts as an A100.
 
@@ -93,9 +92,8 @@ def estimate_model(
     Args:
         config: the model; its checkpointing matters if `backward`, and `implementation` replaces its attention and
             backend.
-        implementation: "chunked", "naive", "reference", "triton" or "dense".
-        batch, seq_len: shape of the tokens.
-        dtype: dtype of parameters and activations.
+        implementation: one of IMPLEMENTATIONS.
+        dtype: of parameters and activations.
         backward: a training step; else a pass without gradients.
         optimizer: the optimizer whose state and step count: fused on a GPU, one parameter at a time on a CPU.
         device: as in `estimate_attention`.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backends.chunks import assume
+from ..backends.chunked import assume
 
 Part = Literal["gradients", "activations", "workspace"]
 

@@ -70,6 +70,4 @@ def fast_backend(request) -> str:
 @pytest.fixture
 def many_chunks(monkeypatch):
     """A workspace so small that the chunked backend cuts even a short sequence into several chunks."""
-    from nsa_core.backends import chunks
-
-    monkeypatch.setattr(chunks, "_BUDGET", {"cpu": (150_000, 150_000), "cuda": (150_000, 150_000)})
+    monkeypatch.setattr(backends.chunked, "_BUDGET", {"cpu": (150_000, 150_000), "cuda": (150_000, 150_000)})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, dense_attention, memory, nsa_attention
-from nsa_core.backends import chunks, triton_problem
+from nsa_core.backends import chunked, triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -195,7 +195,7 @@ def test_the_last_three_pieces_decide_the_peak(device: str, monkeypatch: pytest.
         return [estimate("chunked", batch, length, backward=backward, **given) for batch, length, backward in shapes]
 
     short = estimates()
-    monkeypatch.setattr(chunks, "_ranges", all_ranges)
+    monkeypatch.setattr(chunked, "_ranges", all_ranges)
     assert short == estimates()
 
 
