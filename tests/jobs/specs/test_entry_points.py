@@ -171,11 +171,11 @@ def test_a_result_depends_on_the_sources_from_outside(install: Install) -> None:
     kind, implementation = parse_spec(SPEC), parse_spec(SCALING)
     own = parse_spec({**SCALING, "implementations": ["chunked"]})
     before = provenance.code_hash()
-    hashes = [provenance.code_hash_of(spec) for spec in (kind, implementation, own)]
+    hashes = [provenance.code_hash(spec=spec) for spec in (kind, implementation, own)]
     assert hashes[2] == before
     assert hashes[0] == hashes[1] != before
     (package / "helper.py").write_text("x = 1\n")
-    changed = [provenance.code_hash_of(spec) for spec in (kind, implementation, own)]
+    changed = [provenance.code_hash(spec=spec) for spec in (kind, implementation, own)]
     assert changed[0] != hashes[0]
     assert changed[1] != hashes[1]
     assert changed[2] == before
