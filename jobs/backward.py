@@ -200,7 +200,7 @@ class Spec(JobSpec):
             try:
                 metrics, sentence = bisected(variant.case.layers, variant.case.lengths, known)
             except Untried as untried:
-                found.append(self._point(machine, variant, name, untried.size))
+                found.append(self._point(machine, variant, name, *untried.args))
                 continue
             point = self._point(machine, variant, name, max(known))
             case = Case.model_validate({**point.config, "answer": {metric.name: metric.value for metric in metrics}})

@@ -97,7 +97,7 @@ class Spec(PresetSpec):
         try:
             metrics, warning = self._answer(lengths, max(fit - 1, 0), tried)
         except Untried as untried:
-            place = lengths.index(untried.size)
+            place = lengths.index(*untried.args)
             case, estimate = cases[place], estimates[place]
             total = None if estimate is None else estimate.total
             weights = None if estimate is None else estimate.parameters + estimate.optimizer

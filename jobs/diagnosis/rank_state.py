@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch.cuda import nccl
 
 from jobs.hardware.machine import installed
-from jobs.hardware.topology import cores_of, ranges
+from jobs.hardware.topology import cores_of
 from jobs.measure.memory import resident_bytes
 from jobs.schema.point import Beat, reporter
 from jobs.training.live import memory_mib
@@ -124,7 +124,7 @@ class Notes:
             process=identity(pid) or "",
             device=self.device.type,
             gpu=gpu,
-            cores=ranges(cores_of(pid)),
+            cores=cores_of(pid),
             threads=torch.get_num_threads(),
             route=dict(route),
             versions=versions,

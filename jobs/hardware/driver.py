@@ -6,66 +6,44 @@ warns, and only on a host that has a driver.
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import pynvml
 
 from jobs.hardware import nvml
 
-_LOADED = Path("/proc/driver/nvidia/version")  # the kernel's own word, also where no NVML library is installed
-# First driver branch that runs programs built for a major version of CUDA, newest first, and PyTorch 2.11 to 2.13's
-# build for it (docs.nvidia.com/deploy/cuda-compatibility; the support matrix in PyTorch's RELEASE.md).
-_BRANCHES = ((580, 13, "cu130"), (525, 12, "cu126 (on a Blackwell card: cu128 of PyTorch 2.11)"), (450, 11, None))
+# PyTorch 2.11 to 2.13's builds by the major version of CUDA that the driver must support, newest first (the support
+# matrix in PyTorch's RELEASE.md).
+_BUILDS = ((13, "cu130"), (12, "cu126 (on a Blackwell card: cu128 of PyTorch 2.11)"))
 _HOW = "pytorch.org/get-started has the command; run it with this environment's pip"
 _UPDATE = "update the driver to 580 or newer"
 _NO_GPU = "PyTorch sees no CUDA device here; run this on a GPU host, with its driver and a PyTorch for CUDA"
 
 
-@dataclass(frozen=True)
-class Driver:
+class Driver(NamedTuple):
     """The NVIDIA driver of this host."""
 
     version: str  # as NVIDIA numbers it, "535.183.01"
-    cuda: str  # newest version of CUDA that it runs, "12.2", or "12.x" if the driver's branch alone tells
-
-    @property
-    def major(self) -> int:
-        """Newest major version of CUDA whose programs it runs, in any minor version."""
-        return int(self.cuda.split(".")[0])
+    cuda: str  # newest version of CUDA that it runs, "12.2"
 
 
-@dataclass(frozen=True)
-class Misfit:
+class Misfit(NamedTuple):
     """Why PyTorch cannot use the GPUs of this host, and the fix."""
 
     problem: str
     fix: str
 
-    def __str__(self) -> str:
-        return f"{self.problem}; {self.fix}"
-
 
 def installed_driver() -> Driver | None:
-    """The NVIDIA driver of this host, asked without PyTorch; None if none is loaded."""
-    cuda = None
+    """The NVIDIA driver of this host, asked without PyTorch; None if NVML finds none, or no CUDA library beside it."""
     try:
         with nvml.session():
-            version = str(pynvml.nvmlSystemGetDriverVersion())
-            cuda = nvml.ask(pynvml.nvmlSystemGetCudaDriverVersion_v2)  # None: no CUDA library beside the driver
+            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+            return Driver(str(pynvml.nvmlSystemGetDriverVersion()), f"{cuda // 1000}.{cuda % 1000 // 10}")
     except (nvml.NvmlError, pynvml.NVMLError):
-        text = _LOADED.read_text() if _LOADED.exists() else ""
-        found = re.search(r"NVRM version:.*?\s(\d+(\.\d+)+)\s", text)
-        if found is None:
-            return None
-        version = found[1]
-    if cuda is not None:
-        return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}")
-    branch = int(version.split(".")[0])
-    return Driver(version, next((f"{major}.x" for first, major, _ in _BRANCHES if branch >= first), "10.x"))
+        return None
 
 
 def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | None:
@@ -77,7 +55,10 @@ def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | No
         pytorch: its version.
         cuda: the version of CUDA that it was built for; None: for the CPU alone.
     """
-    if driver is None or (cuda is not None and int(cuda.split(".")[0]) <= driver.major):
+    if driver is None:
+        return None
+    newest = int(driver.cuda.split(".")[0])
+    if cuda is not None and int(cuda.split(".")[0]) <= newest:
         return None
     if cuda is None:
         problem = f"the installed PyTorch {pytorch} is built without CUDA, the host has an NVIDIA driver"
@@ -85,7 +66,7 @@ def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | No
     else:
         problem = f"the NVIDIA driver {driver.version} supports CUDA {driver.cuda}, "
         problem += f"the installed PyTorch {pytorch} is built for CUDA {cuda}"
-    fitting = next((build for _, major, build in _BRANCHES if build and major <= driver.major), None)
+    fitting = next((build for major, build in _BUILDS if major <= newest), None)
     if fitting is None:
         return Misfit(problem, _UPDATE)
     install = f"install PyTorch's build {fitting}: {_HOW}"
@@ -95,8 +76,7 @@ def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | No
 def misfit_here() -> Misfit | None:
     """`misfit` of the installed PyTorch and this host's driver; None, too, if PyTorch sees a GPU.
 
-    Raises:
-        ImportError, OSError: PyTorch is not installed, or does not load.
+    Raises ImportError or OSError: PyTorch is not installed, or does not load.
     """
     import torch
 
@@ -116,11 +96,10 @@ def main(arguments: list[str]) -> str | None:
     except (ImportError, OSError) as err:
         reason = str(err).partition("\n")[0]
         return None if warn else f"error: device: PyTorch does not load here ({reason}); make env"
-    if warn:
-        if found:
-            print(f"warning: device: {found}", file=sys.stderr)
-        return None
-    return None if torch.cuda.is_available() else f"error: device: {found or _NO_GPU}"
+    text = f"device: {found.problem}; {found.fix}" if found else f"device: {_NO_GPU}"
+    if warn and found:
+        print(f"warning: {text}", file=sys.stderr)
+    return None if warn or torch.cuda.is_available() else f"error: {text}"
 
 
 if __name__ == "__main__":

@@ -26,13 +26,12 @@ class Energy:
 class EnergyMeter:
     """Sums a GPU's energy over stretches of work; what lies between them (checkpoints, evaluation) does not count.
 
-    Args:
-        gpu: NVML's index or UUID; None: there is nothing to measure.
+    `gpu` is NVML's index or UUID; None: there is nothing to measure.
     """
 
     def __init__(self, gpu: str | None) -> None:
         self._gpu = gpu
-        self._begun: tuple[float, float] | None = None  # joules and seconds at the begin of this stretch
+        self.begun: tuple[float, float] | None = None  # joules and seconds at the begin of this stretch; None between
         self._sum = Energy(0.0, 0, 0.0)
 
     @classmethod
@@ -43,19 +42,15 @@ class EnergyMeter:
         index = torch.cuda.current_device() if device.index is None else device.index
         return cls(next(iter(nvml.visible_gpus()[index : index + 1]), None))
 
-    @property
-    def running(self) -> bool:
-        return self._begun is not None
-
     def start(self) -> None:
         if (joules := self._counter()) is not None:
-            self._begun = joules, time.perf_counter()
+            self.begun = joules, time.perf_counter()
 
     def stop(self, work: int) -> None:
         """End the stretch, in which so much work was done; nothing happens without one."""
-        if self._begun is None:
+        if self.begun is None:
             return
-        (before, since), self._begun = self._begun, None
+        (before, since), self.begun = self.begun, None
         joules = self._counter()
         if joules is None or joules < before:  # the driver was loaded anew
             self._gpu, self._sum = None, Energy(0.0, 0, 0.0)

@@ -28,16 +28,17 @@ _CGROUP_MEMORY = (  # version 2, then 1: limit, usage, and the reclaimable part 
 def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     """Device that a point started here would use; "auto" is CUDA if a GPU is visible.
 
-    Raises:
-        ModuleNotFoundError: there is no PyTorch here.
-        ValueError: `device` is "cuda" and no GPU is visible here.
+    Raises ModuleNotFoundError without PyTorch, ValueError if `device` is "cuda" and no GPU is visible here.
     """
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     build = runpy.run_path(str(Path(spec.submodule_search_locations[0], "version.py")))  # the names of torch.version
-    for_gpus = build["cuda"] is not None or build["hip"] is not None
-    gpu = device != "cpu" and for_gpus and _gpu_is_visible()
+    gpu = False
+    if device != "cpu" and (build["cuda"] or build["hip"]):
+        import torch
+
+        gpu = torch.cuda.is_available()
     if device == "cuda" and not gpu:
         raise ValueError("device: 'cuda': no CUDA device is visible here; use device: cpu or auto, or a GPU node")
     versions = {"python": platform.python_version(), "torch": build["__version__"]}
@@ -61,12 +62,6 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
 
 
-def _gpu_is_visible() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _card() -> dict[str, str]:
     """Name, memory and capability of the first visible GPU; from CUDA, with a context, if NVML does not know it."""
     try:
@@ -83,10 +78,7 @@ def _card() -> dict[str, str]:
 
 
 def host_memory() -> int:
-    """Bytes that a process may still allocate: the host's available memory, or its control group's room if less.
-
-    A control group's usage includes cached files; inactive ones count as free, as they do on the host.
-    """
+    """Bytes that a process may still allocate: the host's available memory, or its control group's room if less."""
     available = psutil.virtual_memory().available
     for limit, usage, stat, cached in _CGROUP_MEMORY:
         try:
@@ -94,6 +86,7 @@ def host_memory() -> int:
             lines = (_CGROUP / stat).read_text().splitlines()
         except (OSError, ValueError):  # no such group, or "max": no limit
             continue
+        # Usage includes cached files; inactive ones count as free, as they do on the host.
         room += sum(int(line.split()[1]) for line in lines if line.startswith(f"{cached} "))
         available = min(available, max(room, 0))
     return available

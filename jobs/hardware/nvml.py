@@ -83,13 +83,10 @@ def visible_gpus() -> list[str]:
 
 
 def utilization_meter(gpu_id: str | None) -> Callable[[], float | None]:
-    """Function that gives the share of the driver's last interval in which a kernel ran on a GPU [%]; None: unknown.
-
-    NVML stays open with the process: opening it takes long.
-    """
+    """Function that gives the share of the driver's last interval in which a kernel ran on a GPU [%]; None: unknown."""
     try:
         if gpu_id is not None:
-            pynvml.nvmlInit()
+            pynvml.nvmlInit()  # and not shut down: opening it takes long
             device = handle(gpu_id)
             return lambda: ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
     except (NvmlError, pynvml.NVMLError):
@@ -98,11 +95,7 @@ def utilization_meter(gpu_id: str | None) -> Callable[[], float | None]:
 
 
 def compute_pids(device: Any) -> list[int]:
-    """Ids of the processes with a compute context on the device of this handle; in a container, the host's ids.
-
-    Raises:
-        NvmlError: NVML cannot list them.
-    """
+    """Ids of the processes with a compute context on a device; in a container, the host's ids. Raises NvmlError."""
     try:
         return sorted(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(device))
     except pynvml.NVMLError as err:
@@ -110,12 +103,9 @@ def compute_pids(device: Any) -> list[int]:
 
 
 def describe(gpu_id: str) -> dict[str, str]:
-    """Name, UUID, memory, compute capability, driver, clocks, power limit and ECC of a GPU, as text.
+    """Name, UUID, memory, capability, driver, clocks, power limit and ECC of a GPU as text, as far as NVML tells.
 
-    Values that NVML refuses to give are left out.
-
-    Raises:
-        NvmlError: NVML is not available or does not know the GPU.
+    Raises NvmlError: NVML is not available or does not know the GPU.
     """
     with session():
         device = handle(gpu_id)

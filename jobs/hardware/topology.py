@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,12 @@ class Topology:
 
 
 def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
-    """This host's topology.
-
-    Args:
-        gpu_ids: NVML's ids of the GPUs to look at; None: all that this process sees.
-    """
+    """This host's topology, with the GPUs of these NVML ids; None: all that this process sees."""
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "cpu": cpu_name(),
-        "cores": ranges(cores_of(os.getpid())),
+        "cores": cores_of(os.getpid()),
         "numa": {int(path.name[4:]): (path / "cpulist").read_text().strip() for path in nodes},
         "memory_mib": host_memory() / 2**20,
     }
@@ -83,33 +80,31 @@ def topology(gpu_ids: Sequence[str] | None = None) -> Topology:
             handles = [nvml.handle(gpu) for gpu in (nvml.visible_gpus() if gpu_ids is None else gpu_ids)]
             gpus = tuple(_gpu(str(place), device) for place, device in enumerate(handles))
             pairs = combinations(zip(gpus, handles, strict=True), 2)
-            links = {(a.uuid, b.uuid): _link(one, other) for (a, one), (b, other) in pairs}
+            links: dict[tuple[str, str], str] = {}
+            for (a, one), (b, other) in pairs:
+                direct = partial(pynvml.nvmlDeviceGetP2PStatus, one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                ancestor = nvml.ask(partial(pynvml.nvmlDeviceGetTopologyCommonAncestor, one, other))
+                links[a.uuid, b.uuid] = NVLINK if nvml.ask(direct) == 0 else _ANCESTORS.get(ancestor, "unknown")
             driver = nvml.ask(pynvml.nvmlSystemGetDriverVersion)
             return Topology(**found, driver=driver, gpus=gpus, links=links)
     except (nvml.NvmlError, pynvml.NVMLError) as err:
         return Topology(**found, problem=str(err))
 
 
-def cores_of(pid: int) -> list[int]:
-    """Cores that a process may run on; none if it is gone, or its system does not tell."""
-    with contextlib.suppress(psutil.Error, AttributeError):
-        return sorted(psutil.Process(pid).cpu_affinity() or ())
-    return []
-
-
-def ranges(numbers: Collection[int]) -> str:
-    """Numbers in short: "0-3,8"."""
+def cores_of(pid: int) -> str:
+    """Cores that a process may run on, as ranges: "0-3,8"; "" if it is gone, or its system does not tell."""
     parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
+    with contextlib.suppress(psutil.Error, AttributeError):
+        for core in sorted(psutil.Process(pid).cpu_affinity() or ()):
+            if parts and core == parts[-1][-1] + 1:
+                parts[-1] = [parts[-1][0], core]
+            else:
+                parts.append([core])
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def members(text: str) -> set[int]:
-    """The numbers that `ranges` gave."""
+    """The numbers in ranges."""
     bounds = [part.partition("-") for part in text.strip().split(",") if part]
     return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
 
@@ -135,9 +130,3 @@ def _gpu(place: str, device: Any) -> Gpu:
         throttled=bool(reasons & nvml.throttles(device)),
         processes=None if pids is None else tuple(pids),
     )
-
-
-def _link(one: Any, other: Any) -> str:
-    if nvml.ask(lambda: pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)) == 0:
-        return NVLINK
-    return _ANCESTORS.get(nvml.ask(lambda: pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)), "unknown")

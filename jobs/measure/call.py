@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
 from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig
 from nsa_core.routes import Branch, route_of
+
+if TYPE_CHECKING:
+    from jobs.measure.model_pass import ModelPass
 
 
 class ModelCase(Case):
@@ -72,13 +75,9 @@ class ModelCase(Case):
 
     def axes(self, **own: Any) -> Axes:
         """Axes of the point; `own` adds some or replaces them."""
-        model = self.model
-        common: dict[str, Any] = {
-            name: getattr(self, name) for name in ("implementation", "workload", "pass_", "seq_len", "batch")
-        }
-        common |= {"query_heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
-        common |= {"layers": model.layers if self.workload == "model" else None}
-        common |= {"dtype": self.dtype, "device": self.device}
+        fields = {"implementation", "workload", "pass_", "seq_len", "batch", "dtype", "device"}
+        common: dict[str, Any] = self.model_dump(include=fields) | asdict(self.shape)
+        common["layers"] = self.model.layers if self.workload == "model" else None
         return Axes(**common | own)
 
 
@@ -87,32 +86,17 @@ def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **size
     return replace(ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1), **sizes)
 
 
-class Call(Protocol):
-    """Something to measure."""
-
-    def run(self) -> object:
-        """Do the same work each time; what an earlier run has left is freed first."""
-
-    def clear(self) -> None:
-        """Free what a run has left."""
-
-    @property
-    def resident(self) -> list[Tensor]:
-        """Tensors that stay allocated between runs."""
-        ...
-
-
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a function that leaves nothing but its result; `rows` renews its inputs and checks its results."""
+    """A function that leaves nothing but its result."""
 
-    run: Callable[[], object]
-    resident: list[Tensor]
-    rows: RowCheck | None = None
-    clear: Callable[[], None] = lambda: None
+    run: Callable[[], object]  # does the same work each time
+    resident: list[Tensor]  # tensors that stay allocated between runs
+    rows: RowCheck | None = None  # renews the inputs and checks the results
+    clear: Callable[[], None] = lambda: None  # frees what a run has left
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound="FunctionCall | ModelPass")
 
 
 def measure_call(
@@ -140,10 +124,8 @@ def measure_call(
         memory: whether to measure the peak of memory.
         fastest_ms: time below which no result can be right.
 
-    Raises:
-        WrongResult: the implementation disagrees with the oracle, so that nothing is timed; or did so in a timed call,
-            or took less time than is possible.
-        torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
+    Raises WrongResult: the implementation disagrees with the oracle, before anything is timed or in a timed call, or
+    took less time than is possible; torch.OutOfMemoryError, RuntimeError: memory ran out (device; host).
     """
     if case.threads is not None:
         torch.set_num_threads(case.threads)
@@ -163,7 +145,7 @@ def measure_call(
             with torch.cuda.graph(graph):
                 call.run()
             run = graph.replay
-        rows: RowCheck | None = getattr(call, "rows", None)
+        rows = call.rows if isinstance(call, FunctionCall) else None
         hooks = {} if rows is None else {"before": rows.renew, "after": rows.take}
         timed = measure_time(run, device, timing, beat, **hooks)
         if rows is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of an attention operator."""
-
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -49,8 +47,6 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Error of an implementation against the oracle."""
-
     error: float  # relative to the oracle's largest value; the worst over output and gradients
     bound: float  # highest error allowed
     case: str  # description of the tensors compared
@@ -93,10 +89,7 @@ def attend_by(
     branches: tuple[Branch, ...] = BRANCHES,
     blocks: Tensor | None = None,
 ) -> Tensor:
-    """A backend's gated sum of branches, over given blocks; without a config dense causal attention.
-
-    The positions of q are the last of those of k and v.
-    """
+    """A backend's gated sum of branches, over given blocks, for the last queries; without a config dense attention."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     scale, offset = q.shape[-1] ** -0.5, k.shape[1] - q.shape[1]
     if config is None:
@@ -127,13 +120,10 @@ def check_attention(
 ) -> Agreement:
     """Compare the operator with the oracle, on at most two kv heads and one block more than a query selects.
 
-    A learned compression needs a layer and is tested by check_model; the mean replaces it here. Agreements are cached,
-    so that a warm process checks each configuration once.
-
-    Raises:
-        WrongResult: the error of the selection, the output or a gradient exceeds its bound.
+    Cached, so that a warm process checks each configuration once. Raises WrongResult: the error of the selection, the
+    output or a gradient exceeds its bound.
     """
-    config = replace(config, compress="mean")
+    config = replace(config, compress="mean")  # a learned compression needs a layer: check_model tests it
     small, seq_len = small_case(config, shape)
     inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
     dense, blocks = implementation in DENSE_KERNELS, None
@@ -167,32 +157,22 @@ def check_model(
 ) -> Agreement:
     """Compare loss and gradients of two layers of the model with the same in float64 on the reference backend.
 
-    The sequence is as long as a query's selection, so that rounding cannot change which blocks are selected;
-    check_attention tests the selection. Agreements are cached.
-
-    Raises:
-        WrongResult: the error of the loss or of a parameter's gradient exceeds its bound.
+    Cached. Raises WrongResult: the error of the loss or of a parameter's gradient exceeds its bound.
     """
     small = replace(config, layers=min(config.layers, 2), checkpointing=False)
     oracle = small if implementation == "dense" else replace(small, backend="reference")
-    seq_len = config.nsa.slc_count * config.nsa.slc_block
+    seq_len = config.nsa.slc_count * config.nsa.slc_block  # rounding cannot change which blocks are selected
     torch.manual_seed(seed)
     weights = NSATransformer(oracle).to(device, dtype).state_dict()
     tokens = torch.randint(config.vocab_size, (1, seq_len + 1), device=device)
-
-    def results(shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = NSATransformer(shape).to(device, dtype)
+    naive = oracle if implementation == "dense" else replace(small, backend="naive")
+    sides = []
+    for shape, precision in ((small, dtype), (naive, dtype), (oracle, torch.float64)):
+        model = NSATransformer(shape).to(device, precision)
         model.load_state_dict(weights)
-        with torch.set_grad_enabled(backward):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        if not backward:
-            return {"loss": loss}
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        grads = torch.autograd.grad(loss, parameters)
-        return {"loss": loss.detach(), **{f"gradient of {n}": g for n, g in zip(names, grads, strict=True)}}
-
-    truth, got = results(oracle, torch.float64), results(small, dtype)
-    eager = results(oracle if implementation == "dense" else replace(small, backend="naive"), dtype)
+        leaves = dict(model.named_parameters()) if backward else {}
+        sides.append(_results("loss", partial(model, tokens[:, :-1], tokens[:, 1:]), leaves))
+    got, eager, truth = sides
     return judge(got, eager, truth, dtype, f"loss of {small.layers} layers, S={seq_len}", implementation)
 
 
@@ -207,15 +187,17 @@ def judge(
 ) -> Agreement:
     """Agreement of the tensor in `got` whose error is largest relative to its bound, `factor` times eager's error.
 
-    Raises:
-        WrongResult: a tensor's error exceeds its bound, or is not finite.
+    Raises WrongResult: a tensor's error exceeds its bound, or is not finite.
     """
     rounding = torch.finfo(dtype).eps / 2
     floor = 32 * rounding if dtype == torch.float32 else rounding  # sums are long, in any order
     found = {}
     for name, exact in truth.items():
-        bound = min(factor * _error(eager[name], exact) + floor, CEILING[dtype])
-        found[name] = Agreement(_error(got[name], exact), bound, case, factor)
+        largest, errors = exact.abs().max().item(), []
+        for x in (got[name], eager[name]):  # infinite if a number is not finite
+            difference = (x.double() - exact).abs().nan_to_num(torch.inf, torch.inf).max().item()
+            errors.append(difference / largest if largest > 0 else difference)
+        found[name] = Agreement(errors[0], min(factor * errors[1] + floor, CEILING[dtype]), case, factor)
     worst, agreement = max(found.items(), key=lambda item: item[1].error / item[1].bound)
     if not agreement.error <= agreement.bound:
         raise WrongResult(
@@ -244,24 +226,21 @@ def compare(
 ) -> Agreement:
     """`judge` of an operator's output [B,S,Hq,D] and the gradients of a weighted sum of it; `by`: by a backend."""
 
-    def results(call: Callable[[Mapping[str, Tensor]], Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with torch.set_grad_enabled(backward):
-            out = call(tensors)
-        if not backward:
-            return {"output": out}
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-        grads = torch.autograd.grad(out, list(tensors.values()), weights, allow_unused=True)
-        named = {f"gradient of {name}": g for name, g in zip(tensors, grads, strict=True) if g is not None}
-        return {"output": out.detach(), **named}
-
     wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
-    truth = results(lambda x: by(x, BACKENDS["reference"]), wide)
-    eager = results(lambda x: by(x, BACKENDS["naive"]), inputs)
-    return judge(results(timed, inputs), eager, truth, inputs["q"].dtype, case, implementation, factor)
+    leaves = inputs if backward else {}
+    truth = _results("output", lambda: by(wide, BACKENDS["reference"]), wide if backward else {})
+    eager = _results("output", lambda: by(inputs, BACKENDS["naive"]), leaves)
+    got = _results("output", lambda: timed(inputs), leaves)
+    return judge(got, eager, truth, inputs["q"].dtype, case, implementation, factor)
 
 
-def _error(x: Tensor, exact: Tensor) -> float:
-    """The largest difference, relative to the oracle's largest value; infinite if a number is not finite."""
-    largest = exact.abs().max().item()
-    difference = (x.double() - exact).abs().nan_to_num(torch.inf, torch.inf).max().item()
-    return difference / largest if largest > 0 else difference
+def _results(name: str, call: Callable[[], Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A "loss", which depends on all leaves, or an "output"; with leaves also the gradients of a weighted sum of it."""
+    with torch.set_grad_enabled(bool(leaves)):
+        out = call()
+    if not leaves:
+        return {name: out}
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out) if out.ndim else None
+    grads = torch.autograd.grad(out, list(leaves.values()), weights, allow_unused=name == "output")
+    named = {f"gradient of {leaf}": grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
+    return {name: out.detach(), **named}

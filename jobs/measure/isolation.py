@@ -39,8 +39,7 @@ _FOREIGN: Mapping[Branch, tuple[str, ...]] = {
 def trace_branch(case: ModelCase, branch: Branch) -> str:
     """Run one branch of a case on its own on a short sequence; returns what it ran, an operation or a launch a line.
 
-    Raises:
-        WrongResult: it read or launched what belongs to another branch.
+    Raises WrongResult: it read or launched what belongs to another branch.
     """
     config, shape = replace(case.model.nsa, compress="mean"), case.shape
     seq_len, kv = (config.slc_count + 1) * config.slc_block, (shape.kv_heads, shape.head_dim)
@@ -74,10 +73,7 @@ def refuse_foreign(branch: Branch, implementation: str, read: set[str], stages: 
 
 
 class _Reads(TorchDispatchMode):
-    """Notes which of the named tensors an operation takes, by their storage, and the operations in order.
-
-    A view, a detach or an unbind of a tensor reads nothing of it.
-    """
+    """Notes the operations in order, and which of the named tensors they read by their storage, as a view does not."""
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         super().__init__()

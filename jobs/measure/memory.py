@@ -77,10 +77,8 @@ def measure_peak(call: Callable[[], object], device: torch.device, resident: int
         cuda_graphs: whether the call replays CUDA graphs, so that the memory of this process's graphs is used by it.
     """
     gc.collect()
-    return _peak_cuda(call, device, cuda_graphs) if device.type == "cuda" else _peak_cpu(call, resident)
-
-
-def _peak_cuda(call: Callable[[], object], device: torch.device, cuda_graphs: bool) -> Peak:
+    if device.type != "cuda":
+        return _peak_on_cpu(call, resident)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -90,15 +88,14 @@ def _peak_cuda(call: Callable[[], object], device: torch.device, cuda_graphs: bo
     graphs = graph_memory(device).idle if cuda_graphs else 0
     allocated = torch.cuda.max_memory_allocated(device) + graphs
     free, total = torch.cuda.mem_get_info(device)
-    summary = torch.cuda.memory_summary(device)
+    files = {"memory_summary.txt": torch.cuda.memory_summary(device)}
     del result
     also = " and the memory of CUDA graphs that it leaves out" if cuda_graphs else ""
     method = f"CUDA caching allocator, one run: max_memory_allocated{also} minus memory_allocated before it"
-    reserved = torch.cuda.max_memory_reserved(device)
-    return Peak(allocated - before, allocated, reserved, method, total - free, {"memory_summary.txt": summary})
+    return Peak(allocated - before, allocated, torch.cuda.max_memory_reserved(device), method, total - free, files)
 
 
-def _peak_cpu(call: Callable[[], object], resident: int) -> Peak:
+def _peak_on_cpu(call: Callable[[], object], resident: int) -> Peak:
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
         since = "during the run (profiler included)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
@@ -43,8 +43,7 @@ class OperatorCase(ModelCase):
         common |= {"dtype": self.torch_dtype, "backward": self.backward, "device": self.torch_device}
         if self.workload == "model":
             return estimate_model(self.model, optimizer=None, **common)
-        heads = {"query_heads": self.model.heads, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
-        return estimate_attention(self.model.nsa, **heads, **common)
+        return estimate_attention(self.model.nsa, **asdict(self.shape), **common)
 
     def check(self) -> Agreement:
         """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
@@ -75,30 +74,31 @@ class OperatorCase(ModelCase):
         model = NSATransformer(self.model).to(self.torch_device, self.torch_dtype).train(self.backward)
         tokens = torch.randint(self.model.vocab_size, (self.batch, self.seq_len + 1), device=self.torch_device)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        parameters = list(model.parameters())
-        resident = [*parameters, *model.buffers(), inputs, targets]
+        others = [*model.buffers(), inputs, targets]
+        return self.differentiated(lambda: model(inputs, targets), dict(model.named_parameters()), others)
+
+    def differentiated(
+        self, forward: Callable[[], Tensor], leaves: Mapping[str, Tensor], others: Sequence[Tensor] = ()
+    ) -> FunctionCall:
+        """A call of `forward` and, if the case is backward, of the gradients of `leaves`.
+
+        They are those of a loss, or of attention's output weighted by a random tensor, the last of the resident ones.
+        """
+        resident, towards = [*leaves.values(), *others], None
         if not self.backward:
-            return FunctionCall(torch.no_grad()(lambda: model(inputs, targets)), resident)
+            return FunctionCall(torch.no_grad()(forward), resident)
+        if self.workload == "attention":
+            q = leaves["q"]
+            generator = torch.Generator(q.device).manual_seed(self.seed + 1)
+            towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
+            resident.append(towards)
+        unused = self.branches != BRANCHES  # a branch alone reads not all of them
 
         def run() -> object:
-            loss = model(inputs, targets)
-            return loss, torch.autograd.grad(loss, parameters)
+            out = forward()
+            return out, torch.autograd.grad(out, list(leaves.values()), towards, allow_unused=unused)
 
         return FunctionCall(run, resident)
-
-    def differentiated(self, attend: Callable[[], Tensor], inputs: Mapping[str, Tensor]) -> FunctionCall:
-        """A call of `attend` and, if the case is backward, of its gradients towards the inputs."""
-        if not self.backward:
-            return FunctionCall(torch.no_grad()(attend), [*inputs.values()])
-        q, unused = inputs["q"], self.branches != BRANCHES  # a branch alone reads not all of them
-        generator = torch.Generator(q.device).manual_seed(self.seed + 1)
-        towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
-
-        def run() -> object:
-            out = attend()
-            return out, torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=unused)
-
-        return FunctionCall(run, [*inputs.values(), towards])
 
 
 def lowest_ms(case: ModelCase, flops: float, bandwidth: float) -> float:

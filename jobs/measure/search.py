@@ -6,8 +6,10 @@ neighbours are shown to pass.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from jobs.schema.point import EndedPoint, Metric
 from jobs.schema.quantities import Better, Quantity, Role
@@ -25,11 +27,7 @@ S = TypeVar("S")
 
 
 class Untried(Exception):  # noqa: N818 - control flow of a search
-    """The search asks for a size that no point has tried yet."""
-
-    def __init__(self, size: Any) -> None:
-        super().__init__(size)
-        self.size = size
+    """The search asks for a size, its only argument, that no point has tried yet."""
 
 
 def outcome(tried: Mapping[S, EndedPoint], size: S) -> EndedPoint:
@@ -57,13 +55,18 @@ def bisected(
     if place is None:
         return counts, None
     layer, length = size = layers[place[0]], lengths[place[1]]
-    fewer = [other for other in tried if other[0] < layer and other[1] == length]
-    shorter = [other for other in tried if other[0] == layer and other[1] < length]
     named = {each: f"{each[0]} layer{'s' if each[0] > 1 else ''}, S={each[1]}" for each in tried}
-    passing = [named[max(sizes)] for sizes in (fewer, shorter) if sizes]
-    words = [f"{' and '.join(passing)} pass{'' if passing[1:] else 'es'}"] if passing else []
-    words += [] if fewer else ["fewer layers are not among the sizes"]
-    words += [] if shorter else ["shorter lengths are not among the sizes"]
+    passing, words = [], []
+    if place[0]:
+        passing.append(named[layers[place[0] - 1], length])
+    else:
+        words.append("fewer layers are not among the sizes")
+    if place[1]:
+        passing.append(named[layer, lengths[place[1] - 1]])
+    else:
+        words.append("shorter lengths are not among the sizes")
+    if passing:
+        words.insert(0, f"{' and '.join(passing)} pass{'' if passing[1:] else 'es'}")
     neighbours, trial = ", ".join(words), tried[size]
     method = f"bisection, each size a point; {neighbours}"
     found = Metric.of(FAILING_LAYERS, layer, method=method), Metric.of(FAILING_LENGTH, length, method=method)
@@ -77,21 +80,9 @@ def smallest_failing(fails: Callable[[int, int], bool], layers: int, lengths: in
     layer, length = layers - 1, lengths - 1
     if not fails(layer, length):
         return None
-    while True:
-        length = _first(lambda place, layer=layer: fails(layer, place), length)
-        layer = _first(lambda place, length=length: fails(place, length), layer)
+    while True:  # each bisection ends at a place that fails and whose lower neighbour passes
+        length = bisect_left(range(length), True, key=partial(fails, layer))
+        layer = bisect_left(range(layer), True, key=lambda place, length=length: fails(place, length))
         if length == 0 or not fails(layer, length - 1):
             return layer, length
         length -= 1
-
-
-def _first(fails: Callable[[int], bool], last: int) -> int:
-    """A place that fails and whose lower neighbour passes, between 0 and `last`, which fails."""
-    passes = -1
-    while last - passes > 1:
-        middle = (passes + last) // 2
-        if fails(middle):
-            last = middle
-        else:
-            passes = middle
-    return last

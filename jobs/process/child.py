@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from jobs.process import compiler_cache, temporary
-from jobs.process.messages import Command, File, Inbox, Message, encode
+from jobs.process.messages import Command, File, Inbox, encode
 from jobs.process.post_mortem import tail
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -26,15 +26,12 @@ class Child:
     """A process in a session of its own."""
 
     def __init__(self, answer: str, *, env: Mapping[str, str | None] | None = None, python: str | None = None) -> None:
-        """Start the process.
+        """Start the process. Raises OSError: the interpreter cannot be started.
 
         Args:
             answer: "module:name" of the function that answers its commands (jobs.process.worker).
             env: environment variables to set, after those of this process; a value of None unsets one.
             python: path of its interpreter, which has packages of its own; None: this process's.
-
-        Raises:
-            OSError: the interpreter cannot be started.
         """
         self._files = temporary.Folder(temporary.POINT)
         self.folder = self._files.path  # with its output, removed by `discard`
@@ -58,15 +55,12 @@ class Child:
                 )
         except OSError:
             os.close(reading)
-            self._files.remove()
+            self._files.close()
             raise
         finally:
             os.close(writing)
-        self._inbox = Inbox(reading)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.inbox = Inbox(reading)  # its events
+        self.pid = self._process.pid
 
     def send(self, command: Command) -> None:
         """Send a command. Ignored if the process has died; see `alive`."""
@@ -74,12 +68,6 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(encode(command))
             self._process.stdin.flush()
-
-    def events(self, timeout: float) -> list[Message]:
-        """The events that arrived; waits up to `timeout` seconds for the first."""
-        if self._inbox.closed:  # do not spin until the process is gone
-            time.sleep(min(timeout, 0.05))
-        return self._inbox.receive(timeout)
 
     def alive(self) -> bool:
         """False once the process has ended. Does not reap it: its process group's number stays taken."""
@@ -112,8 +100,7 @@ class Child:
     def kill(self) -> int | None:
         """Kill the process's group, and descendants that left the group, and wait until they are gone.
 
-        Returns:
-            Its exit code; None if it survived SIGKILL.
+        Returns its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
             # Daemons of a process that has died are in no tree, but have its folder of temporary files.
@@ -138,8 +125,8 @@ class Child:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._inbox.close()
-        self._files.remove()
+        os.close(self.inbox.fd)
+        self._files.close()
 
 
 def _runs(process: psutil.Process) -> bool:

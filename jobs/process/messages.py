@@ -16,7 +16,8 @@ import os
 import reprlib
 import select
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
@@ -55,8 +56,6 @@ class Cluster:
 
 @dataclass(frozen=True)
 class MeasurePoint:
-    """Measure one point."""
-
     kind: str  # the job kind, a module of `jobs`
     config: Mapping[str, Any]
     device: point.Device
@@ -99,39 +98,29 @@ class Samples:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something went wrong that does not end the point."""
-
-    text: str
+    text: str  # what went wrong, and does not end the point
     rank: int = 0
 
 
 @dataclass(frozen=True)
 class Note:
-    """A text to be kept with the point while it runs, as the file `name`."""
-
-    name: str
+    name: str  # of a file that is kept with the point while it runs
     text: str
     rank: int = 0
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The point's environment, sent before it is measured: it is known even if the process dies."""
-
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any]  # the point's, sent before it is measured: known even if the process dies
 
 
 @dataclass(frozen=True)
 class RanksStarted:
-    """The point's ranks have been started. `pids` are their processes, by rank, each on its own host."""
-
-    pids: tuple[int, ...]
+    pids: tuple[int, ...]  # the point's ranks, each on its own host
 
 
 @dataclass(frozen=True)
 class ProbedMachine:
-    """The answer to Probe."""
-
     machine: point.Machine
     settings: Mapping[str, str] = field(default_factory=dict)  # effective values of variables that may have an effect
     refused: Mapping[str, str] = field(default_factory=dict)  # for each other one, the reason why it has none
@@ -150,9 +139,7 @@ class File:
 
 @dataclass(frozen=True)
 class Measured:
-    """The point was measured. `files` are those of the measurement, which itself has none here."""
-
-    measurement: point.Measurement
+    measurement: point.Measurement  # without its files
     files: tuple[File, ...] = ()
 
 
@@ -167,18 +154,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer to Explain; no files if the process itself has all there is to see."""
-
-    files: tuple[File, ...] = ()
+    files: tuple[File, ...] = ()  # none if the process itself has all there is to see
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank's process is starting, has formed a group with the others, or has done its work."""
-
     rank: int
     pid: int
-    stage: Literal["starting", "joined", "done"]
+    stage: Literal["starting", "joined", "done"]  # joined: has formed a group with the others
 
 
 @dataclass(frozen=True)
@@ -200,11 +183,18 @@ Event = RankEvent | Environment | RanksStarted | ProbedMachine | Measured | Fail
 Message = Command | Event
 
 _TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
+_adapter: Callable[[type[Message]], TypeAdapter[Any]] = cache(TypeAdapter)  # made when first needed: it takes long
 
 
 def encode(message: Message) -> bytes:
     """The message as a line, with its line feed; halves of characters become question marks."""
-    text = json.dumps([type(message).__name__, asdict(message)], default=_plain, ensure_ascii=False)
+
+    def plain(value: Any) -> int | float | str:  # of what JSON does not know: a job's NumPy number, a path
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        return float(value) if isinstance(value, numbers.Real) else str(value)
+
+    text = json.dumps([type(message).__name__, asdict(message)], default=plain, ensure_ascii=False)
     return text.encode(errors="replace") + b"\n"
 
 
@@ -212,7 +202,7 @@ def decode(line: bytes) -> Message:
     """The message in a line. Raises ValueError."""
     try:
         name, fields = json.loads(line)
-        return _reader(name).validate_python(fields)
+        return _adapter(_TYPES[name]).validate_python(fields)
     except ValidationError as err:
         first = err.errors()[0]
         raise ValueError(f"{err.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -220,46 +210,35 @@ def decode(line: bytes) -> Message:
         raise ValueError(f"{reprlib.repr(line)}: {type(err).__name__}: {err}") from None
 
 
-@cache
-def _reader(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_TYPES[name])
-
-
-def _plain(value: Any) -> int | float | str:
-    """A value that JSON does not know (a job's NumPy number, a path), as one that it does."""
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else str(value)
-
-
+@dataclass
 class Outbox:
     """The writing end of a pipe. Thread-safe; several processes may share a named pipe if their lines are short."""
 
-    def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)
-        self._fd = fd
-        self._lock = threading.Lock()
+    fd: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: Message) -> None:
         data = memoryview(encode(message))
         with self._lock:
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[os.write(self.fd, data) :]
 
 
+@dataclass
 class Inbox:
     """The reading end of a pipe."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._rest = b""
-        self.closed = False  # whether nobody can write to it any more
+    fd: int
+    closed: bool = False  # whether nobody can write to it any more
+    _rest: bytes = b""  # of a line that has arrived in part
 
     def receive(self, timeout: float) -> list[Message]:
         """Messages that arrived; waits up to `timeout` seconds for the first. A line that is none is a Failure."""
-        if self.closed or not select.select([self._fd], [], [], timeout)[0]:
+        if self.closed:  # do not spin until the process is gone
+            time.sleep(min(timeout, 0.05))
+        if self.closed or not select.select([self.fd], [], [], timeout)[0]:
             return []
-        chunk = os.read(self._fd, 1 << 20)
+        chunk = os.read(self.fd, 1 << 20)
         self.closed = not chunk
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         messages: list[Message] = []
@@ -269,6 +248,3 @@ class Inbox:
             except ValueError as err:
                 messages.append(Failure(PointState.ERROR, f"the process sent an unreadable message: {err}"))
         return messages
-
-    def close(self) -> None:
-        os.close(self._fd)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from jobs.process.messages import Beat, Note, RanksStarted, Samples, Warned
 from jobs.schema.point import NOWHERE, SHORT, Reporter, Surroundings
@@ -17,29 +18,23 @@ BEAT_INTERVAL_S = 0.2
 CHECKPOINT = "checkpoint"
 """Phase in which ranks write parts of unequal size, so that their beats cannot be compared by number."""
 
-LONGEST_WARNING = 1000
-"""Characters of a warning."""
-
 
 def interval(elapsed_s: float) -> float:
-    """Seconds between two samples of a series that has been going on for `elapsed_s` seconds.
-
-    After 2,000 samples, their number grows with the logarithm of time.
-    """
+    """Seconds between two samples of a series: after 2,000, their number grows with the logarithm of time."""
     return max(1.0, elapsed_s / 2_000)
 
 
+@dataclass
 class BeatFilter:
     """Lets through the first beat of a phase, then one in `interval_s` seconds."""
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._last = ("", -math.inf)
+    interval_s: float
+    _last: tuple[str, float] = ("", -math.inf)  # phase and time of the one let through
 
     def passes(self, phase: str) -> bool:
         now = time.monotonic()
         last_phase, last_at = self._last
-        if phase == last_phase and now - last_at < self._interval_s:
+        if phase == last_phase and now - last_at < self.interval_s:
             return False
         self._last = (phase, now)
         return True
@@ -66,7 +61,7 @@ class ProcessReporter(Reporter):
         units: Mapping[str, str] | None = None,
         rank: int | None = None,
         interval: Callable[[float], float] = interval,
-        longest: int = LONGEST_WARNING,
+        longest: int = 1000,
     ) -> None:
         self.surroundings = surroundings
         self.last_beat = time.monotonic()
@@ -79,7 +74,6 @@ class ProcessReporter(Reporter):
         self._beats = 0
         self._latest: dict[tuple[int, str], tuple[int, float, float]] = {}  # rank and series -> step, time, value
         self._lock = threading.Lock()
-        self._begun = 0.0  # monotonic time of the first sample
         self._at = 0.0  # time of the latest sample
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -103,7 +97,6 @@ class ProcessReporter(Reporter):
                 if math.isfinite(value):
                     self._latest[rank, name] = (int(step), at, float(value))
         if self._thread is None:
-            self._begun = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
             self._thread.start()
 
@@ -123,24 +116,21 @@ class ProcessReporter(Reporter):
         self._send(RanksStarted(tuple(pids)))
 
     def close(self) -> None:
-        """End the thread, and send the last sample of each series."""
+        """Send the last sample of each series, and end the thread."""
         if self._thread is not None:
             self._closed.set()
             self._thread.join()
-            self._send_latest()
 
     def _run(self) -> None:
-        while True:
-            self._send_latest()
-            if self._closed.wait(self._interval(time.monotonic() - self._begun)):
-                return
-
-    def _send_latest(self) -> None:
-        with self._lock:
-            latest, self._latest = self._latest, {}
-        together: dict[tuple[int, int, float], dict[str, float]] = {}
-        for (rank, name), (step, at, value) in latest.items():
-            together.setdefault((rank, step, at), {})[name] = value
-        for (rank, step, at), values in sorted(together.items(), key=lambda item: item[0]):
-            units = {} if self._units is None else {name: self._units[name] for name in values}
-            self._send(Samples(rank, step, at, values, units))
+        begun, closed = time.monotonic(), False
+        while not closed:
+            closed = self._closed.is_set()  # what is sampled later is not sent
+            with self._lock:
+                latest, self._latest = self._latest, {}
+            together: dict[tuple[int, int, float], dict[str, float]] = {}
+            for (rank, name), (step, at, value) in latest.items():
+                together.setdefault((rank, step, at), {})[name] = value
+            for (rank, step, at), values in sorted(together.items(), key=lambda item: item[0]):
+                units = {} if self._units is None else {name: self._units[name] for name in values}
+                self._send(Samples(rank, step, at, values, units))
+            self._closed.wait(self._interval(time.monotonic() - begun))

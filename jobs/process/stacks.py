@@ -18,16 +18,12 @@ from pathlib import Path
 
 import psutil
 
-TOOL_S = 20.0
-"""Seconds that py-spy and nvidia-smi have."""
-
-DUMPS_S = TOOL_S + 5.0
-"""Seconds that py-spy has for all processes: more than for the first few, which may all be stuck."""
-
+_TOOL_S = 20.0  # that py-spy and nvidia-smi have
+_DUMPS_S = _TOOL_S + 5.0  # that py-spy has for all processes: more than for the first few, which may all be stuck
 _DEATH_S = 1.0
 _WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
 
-STACKS_S = _WRITING_S + DUMPS_S + _DEATH_S
+STACKS_S = _WRITING_S + _DUMPS_S + _DEATH_S
 """Seconds after which `dumps` has ended."""
 
 NO_PY_SPY = "py-spy is not installed on this host: pip install py-spy"
@@ -71,19 +67,18 @@ def request(processes: Sequence[psutil.Process]) -> dict[int, str]:
 def dumps(processes: Sequence[psutil.Process]) -> list[str]:
     """Stacks of each process's threads by py-spy, under a title; where it fails, as the process wrote them itself.
 
-    Some processes at a time: py-spy waits for one that is stuck in the kernel for all of TOOL_S. Those not reached
-    within DUMPS_S are listed as skipped.
+    Some processes at a time: py-spy waits long for one that is stuck in the kernel. Those not reached are listed.
     """
-    written = request(processes)
-    deadline = time.monotonic() + DUMPS_S
+    written, tool = request(processes), py_spy() or "py-spy"
+    deadline = time.monotonic() + _DUMPS_S
 
     def dump(process: psutil.Process) -> str:
         own = written.get(process.pid, "")
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            return f"=== pid {process.pid}\nnot read within the {DUMPS_S:g} s for all processes\n{own}"
+            return f"=== pid {process.pid}\nnot read within the {_DUMPS_S:g} s for all processes\n{own}"
         title = f"=== pid {process.pid}: {command_line(process)}"
-        code, text = _py_spy_dump(process.pid, within=min(TOOL_S, remaining))
+        code, text = run_tool([tool, "dump", "--pid", str(process.pid)], min(_TOOL_S, remaining))
         if code:  # not Python, gone, or not to be attached to: the kernel may still know where it waits
             with contextlib.suppress(OSError):
                 text += f"kernel: waiting in {Path(f'/proc/{process.pid}/wchan').read_text() or 'user space'}\n"
@@ -95,20 +90,18 @@ def dumps(processes: Sequence[psutil.Process]) -> list[str]:
 
 
 class UnreadableStackError(Exception):
-    """A process whose stack could not be read; its text is the reason."""
+    """Its text is the reason why a process's stack could not be read."""
 
 
 def frames(pid: int, most: int = 6) -> list[str]:
-    """Innermost Python frames of a process's main work, read without stopping it.
+    """Innermost Python frames of a process's thread that is named as a rank, else of its main one; it is not stopped.
 
-    Its main work is the thread that is named as a rank, else the main thread.
-
-    Raises:
-        UnreadableStackError: it has no Python, is gone, is another user's, or changed its stack in each of some reads.
+    Raises UnreadableStackError: it has no Python, is gone, is another user's, or changes its stack in each of some
+    reads.
     """
     reason = ""
     for _ in range(_READS):
-        code, text = _py_spy_dump(pid, "--nonblocking")
+        code, text = run_tool([py_spy() or "py-spy", "dump", "--nonblocking", "--pid", str(pid)])
         threads = [block.splitlines() for block in re.split(r"\n(?=Thread )", text)[1:]]
         for title in (': "rank ', '"MainThread"', f"Thread {pid} "):
             for lines in threads if code == 0 else ():
@@ -134,7 +127,7 @@ def command_line(process: psutil.Process) -> str:
 
 
 def run_tool(command: Sequence[str], within: float | None = None) -> tuple[int, str]:
-    """Exit code and output of a tool, which has `within` seconds, else TOOL_S."""
+    """Exit code and output of a tool, which has `within` seconds, else _TOOL_S."""
     try:
         tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as err:
@@ -142,16 +135,10 @@ def run_tool(command: Sequence[str], within: float | None = None) -> tuple[int, 
     assert tool.stdout is not None
     with tool.stdout:
         try:
-            out, _ = tool.communicate(timeout=within or TOOL_S)
+            out, _ = tool.communicate(timeout=within or _TOOL_S)
             return tool.returncode, out
         except subprocess.TimeoutExpired as err:
             tool.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # nvidia-smi, stuck in the GPU's driver, does not die
                 tool.wait(_DEATH_S)
             return 1, f"{command[0]}: {err}\n"
-
-
-def _py_spy_dump(pid: int, *options: str, within: float | None = None) -> tuple[int, str]:
-    """Exit code and output of py-spy on a process."""
-    tool = py_spy()
-    return run_tool([tool, "dump", *options, "--pid", str(pid)], within) if tool else (1, f"{NO_PY_SPY}\n")

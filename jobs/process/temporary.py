@@ -20,7 +20,7 @@ _YOUNG_S = 2.0  # such a folder may be about to be locked
 
 
 class Folder:
-    """A new folder, readable by its user alone."""
+    """A new folder, readable by its user alone; `contextlib.closing` removes it at the end of a block."""
 
     def __init__(self, prefix: str) -> None:
         remove_abandoned()
@@ -29,13 +29,7 @@ class Folder:
         with contextlib.suppress(OSError):  # a filesystem without locks: nobody else removes the folder
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
+    def close(self) -> None:
         """Remove the folder with all in it, as far as it can be removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from jobs.process import stacks
-from jobs.process.compiler_cache import lost_file
 from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, decode
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import Interrupted
@@ -41,17 +40,15 @@ _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Channel(Outbox):
-    """The pipe to the parent.
+    """The pipe to the parent."""
 
-    Attributes:
-        explain: gives files that explain the running work, text by name; called by the thread that reads commands.
-    """
-
+    # Files that explain the running work, text by name; called by the thread that reads commands.
     explain: Callable[[], Mapping[str, str]] = dict
 
 
 def main(argv: list[str]) -> None:
     channel = Channel(int(argv[1]))
+    os.set_inheritable(channel.fd, False)
     end_with_parent()
     _end_group_with_this()
     stacks.offer()  # for where py-spy may not attach
@@ -118,11 +115,8 @@ def _read(commands: queue.SimpleQueue[Command], channel: Channel) -> None:
 def failure(err: Exception) -> Failure:
     """An exception as a Failure: its traceback and CUDA's memory are files."""
     state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
-    if isinstance(err, Interrupted):
-        state = PointState.CANCELLED
+    state = PointState.CANCELLED if isinstance(err, Interrupted) else state
     text = str(err).strip().split("\n")[0]  # its file has the whole text
-    if fix := lost_file(err):
-        state, text = PointState.LOST, fix  # handed out again
     reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err))}

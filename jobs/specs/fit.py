@@ -21,8 +21,7 @@ from nsa_core.model import ModelConfig
 def backend_reasons(machine: Machine, dtype: torch.dtype, heads: Heads) -> dict[str, str | None]:
     """For each backend name, the reason why it cannot compute such operands on `machine`; None if it can.
 
-    `machine` may be another host, so the fingerprint of a GPU host tells which Triton it has. Without a fingerprint
-    Triton counts as installed; if it is missing after all, the point fails.
+    A GPU host's fingerprint tells which Triton it has; without one it counts as installed.
     """
     reasons = available_backends(torch.device(machine.device), dtype)
     if machine.device == "cuda":

@@ -39,11 +39,7 @@ def kinds() -> dict[str, ModuleType]:
 
 
 def kind_module(name: str) -> ModuleType:
-    """Module of a kind.
-
-    Raises:
-        SpecError: the kind is unknown, or comes from another distribution and cannot be used.
-    """
+    """Module of a kind. Raises SpecError: it is unknown, or comes from another distribution and cannot be used."""
     if name in _OWN:
         if hasattr(module := importlib.import_module(f"jobs.{name}"), "Spec"):
             return module
@@ -81,10 +77,7 @@ def offered_kinds() -> list[Offer]:
 
 
 def offered_sources(spec: JobSpec) -> dict[str, Path]:
-    """Python files of the other distributions that offer a job's kind, implementations or peers, by relative path.
-
-    Results depend on them as on this package.
-    """
+    """Python files of the other distributions that offer a job's kind, implementations or peers, by relative path."""
     kinds = set() if spec.kind in _OWN else {spec.kind}
     names = {*getattr(spec, "implementations", ()), *getattr(spec, "backends", ()), getattr(spec, "backend", None)}
     wanted = {"jobs": kinds, "implementations": names, "peers": {*getattr(spec, "peers", ())}}

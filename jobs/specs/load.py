@@ -16,11 +16,7 @@ from jobs.specs.yaml_text import AmbiguousError, YamlError, read_mapping, read_y
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read and validate the spec at `path` with `overrides` ("resources.num_gpus=1") laid over it.
-
-    Raises:
-        SpecError: the file is missing or not a YAML mapping, an override has no "=", or a value is wrong.
-    """
+    """The spec at `path` with `overrides` ("resources.num_gpus=1") laid over it. Raises SpecError."""
     try:
         data = read_mapping(path, "spec", "kind: scaling")
     except YamlError as err:

@@ -35,12 +35,10 @@ class SpecError(ValueError):
 
 
 class Strict(BaseModel):
-    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity.
+    """Base of spec sections: frozen, unknown keys are errors, and numbers may not be text, true or infinity."""
 
-    Defaults are validated, too: a float's default of 20 would else come back from a stored spec as 20.0, and the point
-    under another key.
-    """
-
+    # Defaults are validated, too: a float's default of 20 would else come back from a stored spec as 20.0, and the
+    # point under another key.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
@@ -68,7 +66,7 @@ class Resources(Strict):
 
 
 class Deadlines(Strict):
-    """Time limits in seconds. On expiry the point's stacks are dumped and its process group killed."""
+    """Time limits. On expiry the point's stacks are dumped and its process group killed."""
 
     startup_s: float = Field(
         default=300,
@@ -177,11 +175,8 @@ class JobSpec(Strict):
     ) -> list[Point]:
         """`points`, or the `next_points` after those that have `ended`, under every interpreter and environment.
 
-        All points of one interpreter and environment follow each other, so that a warm process serves them all. Labels
-        tell them from the others.
-
-        Args:
-            machines: the machine as each interpreter of the spec finds it.
+        Those of one interpreter and environment follow each other, so that a warm process serves them all. `machines`
+        is the machine as each interpreter finds it.
         """
         found = []
         for (row, python), (column, env) in product(enumerate(self.python), enumerate(self.env)):

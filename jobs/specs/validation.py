@@ -39,8 +39,8 @@ def describe(err: ValidationError, data: Any, whole: str, kinds: Sequence[str] =
     """One line for each wrong field: path, value, mistake and fix.
 
     Args:
-        data: the content that was validated, for the names of list items.
-        whole: the name of the content itself ("spec"), for mistakes that concern no single field.
+        data: the content that was validated.
+        whole: its name ("spec"), for mistakes that concern no single field.
         kinds: the values that `kind` may have if it chooses among several models.
     """
     lines: dict[str, list[str]] = defaultdict(list)
@@ -71,12 +71,12 @@ def split(error: ErrorDetails, section: str, kinds: Sequence[str] = ()) -> tuple
 
 
 def _path_in(data: Any, location: Sequence[int | str], *, keep_last: bool) -> list[str]:
-    """Keys that lead to `location` in `data`; list items appear by their `rule` or `name` if they have one.
+    """Keys that lead to `location` in `data`, list items by their `rule` or `name` if they have one.
 
-    Pydantic's names of union members are left out, as they are not keys. `keep_last` keeps a key that `data` lacks.
+    `keep_last` keeps a key that `data` lacks.
     """
     path = []
-    member = False  # whether the next part names the member of a union chosen by `kind`
+    member = False  # whether the next part, which is no key, names the member of a union chosen by `kind`
     for part in location:
         if member:
             member = False

@@ -48,14 +48,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\
 
 
 def read_mapping(path: Path, field: str, beginning: str) -> dict[Any, Any]:
-    """The mapping in the YAML file of a user.
+    """The mapping in the YAML file of a user; messages call it `field`, and say what it begins with.
 
-    Args:
-        field: the name of the file in messages: "spec".
-        beginning: how such a file begins, for one that holds no mapping.
-
-    Raises:
-        YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
+    Raises YamlError: the file cannot be read, is not YAML or holds no mapping; a whole message with field and fix.
     """
     name = shown(str(path))
     try:

@@ -301,7 +301,7 @@ class _Processes(threading.Thread):
         self.join()
         while self._read(0):
             pass
-        self._inbox.close()
+        os.close(self._inbox.fd)
 
     def _read(self, timeout: float) -> list[Message]:
         messages = self._inbox.receive(timeout)

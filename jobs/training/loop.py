@@ -183,8 +183,8 @@ class Trainer:
             if steady and not self._measuring:
                 self._measuring = True
                 telemetry.start()
-            metered += self.energy.running
-            if steady and not self.energy.running:
+            metered += self.energy.begun is not None
+            if steady and self.energy.begun is None:
                 self.energy.start()
             if not math.isfinite(step.loss):
                 raise Diverged(f"loss {step.loss} at step {number}; lower optimizer.learning_rate")

@@ -7,8 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jobs.hardware.process_usage import ProcessUsage
-from jobs.hardware.telemetry import Telemetry
+from jobs.hardware.telemetry import ProcessUsage, Telemetry
 from jobs.process.messages import Samples
 from jobs.process.reporter import CHECKPOINT, interval
 from orchestrator.messages import Assignment, Series

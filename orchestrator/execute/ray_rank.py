@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from jobs.hardware import nvml
-from jobs.hardware.process_usage import ProcessUsage
-from jobs.hardware.telemetry import Sample, Telemetry, stop_all
+from jobs.hardware.telemetry import ProcessUsage, Sample, Telemetry, stop_all
 from jobs.process import stacks, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
@@ -124,14 +123,14 @@ def rank_main(settings: Mapping[str, Work]) -> None:
     stacks.offer()
     try:
         device, gpu = _device(work.device)
-        with temporary.Folder(temporary.RANK) as folder:
+        with contextlib.closing(temporary.Folder(temporary.RANK)) as own:
             node = ray.get_runtime_context().get_node_id()
             environment = describe(device, work.settings) if number == 0 else {}
-            post(Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(folder), environment))
+            post(Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(own.path), environment))
             if gpu is not None and (reason := Gpus(gpu).misfit(work.card)):
                 raise RuntimeError(reason)
             with memory_limit(work.device, work.memory_bytes):
-                result = work.main(Rank(number, device, post, stop, folder))
+                result = work.main(Rank(number, device, post, stop, own.path))
         post(Returned(number, result))
     except BaseException as err:
         post(RankFailure.of(number, err))

@@ -84,7 +84,7 @@ def _look(required: Requirements, gpus: str | None, python: str | None) -> tuple
         machine = machine or found.machine
         for name, value in env.items():
             reason = found.refused.get(name)
-            if reason is None and variables.comparable(name):
+            if reason is None and name in variables.COMPARABLE:
                 without = _probe(required, gpus, python, {**env, name: None}, [name]).settings[name]
                 if found.settings[name] == without:
                     reason = f"without it, {without} is in effect as well"
@@ -108,7 +108,7 @@ def _probe(
         deadline = time.monotonic() + _PROBE_S
         while time.monotonic() < deadline:
             alive = child.alive()
-            for event in child.events(POLL_S):
+            for event in child.inbox.receive(POLL_S):
                 match event:
                     case ProbedMachine():
                         return event

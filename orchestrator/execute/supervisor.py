@@ -17,8 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jobs.hardware.process_usage import ProcessUsage
-from jobs.hardware.telemetry import Telemetry
+from jobs.hardware.telemetry import ProcessUsage, Telemetry
 from jobs.process import post_mortem, stacks
 from jobs.process.child import Child
 from jobs.process.messages import (
@@ -208,7 +207,7 @@ class _Attempt:
                     return None
         finally:
             if ended is None:
-                self._telemetry.ask_to_stop()  # its samples are not needed, and a wedged driver would hold it up
+                self._telemetry.stopping.set()  # its samples are not needed, and a wedged driver would hold it up
                 if self._conditions.grace_s and self._child.alive():  # it keeps checkpoints: one more, and a last word
                     os.kill(self._child.pid, signal.SIGTERM)
                     self._await((Measured, Failure), self._conditions.grace_s)
@@ -267,7 +266,7 @@ class _Attempt:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
         files: list[File | Source] = [*ended.files]
-        if ended.expired:
+        if ended.state in (PointState.HANG, PointState.TIMEOUT):
             files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
             if self._cluster is not None:  # its process explains ranks on other nodes
                 self._child.send(Explain())
@@ -294,7 +293,7 @@ class _Attempt:
         """The next message of the child of one of these types; None if it ends or is silent for so long."""
         deadline = time.monotonic() + seconds
         while self._child.alive() and time.monotonic() < deadline:
-            for event in self._child.events(POLL_S):
+            for event in self._child.inbox.receive(POLL_S):
                 if isinstance(event, types):
                     return event
         return None

@@ -3,65 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pynvml
 import pytest
 import torch
 
 from jobs.hardware import driver
-from jobs.hardware.driver import Driver, installed_driver, misfit
+from jobs.hardware.driver import Driver, misfit
 from orchestrator.cli import doctor
 from orchestrator.settings import Settings
 
-A100_HOST = Driver("535.183.01", "12.2")
-LOADED = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: gcc 12.3.0\n"
-
-
-def answer(monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | None) -> None:
-    """Let NVML answer with a driver's version and the CUDA version that it supports (12020: 12.2); None: an error."""
-
-    def answers(value: Any) -> Any:
-        def give() -> Any:
-            if value is None:
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-            return value
-
-        return give
-
-    monkeypatch.setattr(pynvml, "nvmlInit", answers(None if version is None else True))
-    monkeypatch.setattr(pynvml, "nvmlShutdown", answers(True))
-    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", answers(version))
-    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", answers(cuda))
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(driver, "_LOADED", tmp_path / "no driver is loaded")
-
-
-@pytest.mark.parametrize(
-    ("version", "cuda", "found"),
-    [
-        ("535.183.01", 12020, Driver("535.183.01", "12.2")),
-        ("550.54.15", None, Driver("550.54.15", "12.x")),  # no CUDA library beside the driver
-        (None, None, None),
-    ],
-)
-def test_nvml_or_the_kernel_tells_the_driver_and_its_cuda(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: int | None, found: Driver | None
-) -> None:
-    answer(monkeypatch, version, cuda)
-    assert installed_driver() == found
-    if found is None:
-        driver._LOADED.write_text(LOADED)
-        assert installed_driver() == Driver("550.54.15", "12.x")
-
-
-CARD = Driver("580.159.04", "13.0")
-ANCIENT = Driver("470.82.01", "11.4")
+A100_HOST, CARD, ANCIENT = Driver("535.183.01", "12.2"), Driver("580.159.04", "13.0"), Driver("470.82.01", "11.4")
 
 
 @pytest.mark.parametrize(
@@ -86,24 +38,32 @@ def test_a_build_runs_on_a_driver_of_its_major_version_or_newer_or_gets_a_fix(
         assert re.search(fix, found.fix)
 
 
-def test_doctor_and_make_say_the_same(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer(monkeypatch, "535.183.01", 12020)
+def test_doctor_and_make_say_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = {"nvmlInit": None, "nvmlShutdown": None, "nvmlSystemGetDriverVersion": "535.183.01"}
+    for name, value in (answers | {"nvmlSystemGetCudaDriverVersion_v2": 12020}).items():
+        monkeypatch.setattr(pynvml, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = {finding.name: finding for finding in doctor.findings(Settings())}["gpu"]
     error = driver.main([])
-    assert error == f"error: device: {misfit('2.11.0+cu130', '13.0', A100_HOST)}"
+    assert (misfitting := misfit("2.11.0+cu130", "13.0", A100_HOST)) is not None
+    assert error == f"error: device: {misfitting.problem}; {misfitting.fix}"
     assert found.health is doctor.Health.MISSING
-    assert found.detail.removesuffix("; jobs here run on the CPU") in error
-    assert found.fix in error
+    assert (found.detail.removesuffix("; jobs here run on the CPU"), found.fix) == misfitting
     assert driver.main(["--warn"]) is None
     out, err = capsys.readouterr()
     assert (out, err) == ("", error.replace("error:", "warning:", 1) + "\n")
 
 
-def test_a_usable_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert driver.main([]) is None
+@pytest.mark.parametrize(("usable", "error"), [(True, None), (False, f"error: device: {driver._NO_GPU}")])
+def test_without_a_driver_the_host_is_named_and_a_usable_gpu_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, usable: bool, error: str | None
+) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+    assert driver.main([]) == error
     assert driver.main(["--warn"]) is None

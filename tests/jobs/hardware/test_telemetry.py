@@ -15,8 +15,7 @@ from processes import wait_for
 from jobs.hardware import energy as energy_module
 from jobs.hardware import nvml
 from jobs.hardware.energy import Energy, EnergyMeter
-from jobs.hardware.process_usage import ProcessUsage
-from jobs.hardware.telemetry import GpuSampler, Sample, Telemetry, energy, summarise_samples
+from jobs.hardware.telemetry import GpuSampler, ProcessUsage, Sample, Telemetry, summarise_samples
 from jobs.schema.quantities import (
     CPU_UTILIZATION,
     GPU_MEMORY_USED,
@@ -70,12 +69,6 @@ def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) ->
     assert len(found["gpu_utilization"].samples) >= 2
     assert "software power cap" in summary.text
     assert "3 7" in summary.text
-
-
-@pytest.mark.usefixtures("driver")
-def test_the_begin_of_an_id_names_a_card_if_it_is_that_of_one() -> None:
-    assert nvml.handle("GPU-1234handle1") == "handle1"
-    assert nvml.handle("GPU-1234") == "handle of GPU-1234", "of two: the driver refuses it"
 
 
 @pytest.mark.parametrize(("limit", "throttled"), [(700_000, 0), (500_000, 100)])
@@ -134,7 +127,7 @@ def test_energy_is_the_integral_of_the_power_of_all_gpus(driver: None, monkeypat
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", power)
     first, second = GpuSampler("0"), GpuSampler("1")
     samples = [first.sample(0, 7), second.sample(0, 7)]
-    assert energy(samples) is None
+    assert "gpu_energy" not in {metric.name for metric in summarise_samples(samples).metrics}
     samples += [first.sample(1, 9), second.sample(1, 9), second.sample(2, 11)]
     summary = summarise_samples(samples)
     [found] = [metric for metric in summary.metrics if metric.name == "gpu_energy"]
@@ -151,9 +144,7 @@ def test_the_meter_sums_stretches_of_work_and_leaves_out_what_is_between(
     meter = EnergyMeter("0")
     meter.stop(7)
     for work in (10, 30):
-        assert not meter.running
         meter.start()
-        assert meter.running
         meter.stop(work)
     assert meter.energy is None, "too short to tell"
     monkeypatch.setattr(energy_module, "LEAST_S", 0)

@@ -10,31 +10,24 @@ import numpy as np
 import pytest
 
 from jobs.process import messages
-from jobs.process.messages import Failure, Inbox, Message, RankFailure, decode, encode
+from jobs.process.messages import Failure, Inbox, Message, decode, encode
 from jobs.schema import point
 from jobs.schema.states import PointState
 
 ROOT = Path(__file__).resolve().parents[3]
 METRICS = (point.Metric("time", "ms", 2.5, (2.0, 3.0), p10=2.1, method="events"), point.Metric("loss", "1", -1.0))
 EXAMPLES: list[Message] = [
-    messages.Probe("auto"),
-    messages.MeasurePoint("scaling", {"lengths": [512, None], "nsa": {"window": 64}}, "cuda", 1 << 40),
-    messages.MeasurePoint("train", {}, "cuda", cluster=messages.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"a": ["b"]})),
     messages.Explain(),
+    messages.MeasurePoint("train", {}, "cuda", cluster=messages.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"a": ["b"]})),
     messages.Beat("timing – ü\n", 1, 2),
     messages.Samples(1, 1 << 40, 1795435243.343, {"loss": 2.5}, {"loss": "nat/byte"}),
-    messages.Warned("late", 1),
-    messages.Note("rank0.json", '{"rank":0}\n'),
-    messages.Environment({"gpu": {"uuid": "GPU-1"}, "threads": 2, "cuda": None}),
     messages.RanksStarted((41, 43)),
     messages.ProbedMachine(point.Machine("cuda", "H100", 80 << 30, {"torch": "2.13"})),
     messages.Measured(
         point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (messages.File("stages.txt", "/tmp/file-1"),)
     ),
     Failure(PointState.OOM, "CUDA out of memory", (messages.File("a.txt", "", "the disk is full"),)),
-    messages.Explanation((messages.File("stacks-rank0.txt", "/tmp/file-3"),)),
     messages.RankProcess(1, 43, "joined"),
-    RankFailure(1, "ValueError", "wrong"),
 ]
 
 

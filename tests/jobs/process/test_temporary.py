@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,8 @@ def test_folders_of_a_killed_process_are_removed_by_the_next(owner: subprocess.P
     owner.kill()
     owner.wait()
     assert set(tmp_path.iterdir()) > running
-    with temporary.Folder(temporary.RANK) as folder:
-        assert set(tmp_path.iterdir()) == {folder, child.temporary.parent}
+    with closing(temporary.Folder(temporary.RANK)) as folder:
+        assert set(tmp_path.iterdir()) == {folder.path, child.temporary.parent}
     child.discard()
     assert list(tmp_path.iterdir()) == []
 

@@ -28,11 +28,7 @@ PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24, "tokens_per_secon
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     # spec, overrides, the line expected
     (SCALING, {"kind": "scalling"}, r"kind: 'scalling' .*use one of .*scaling"),
-    (
-        SCALING,
-        {"kind": "backends"},
-        r"kind: 'backends' is no job kind; use kind: branches with 'backends: ",
-    ),
+    (SCALING, {"kind": "backends"}, r"kind: 'backends' is no job kind; use kind: branches with 'backends: "),
     (SCALING, {"lenghts": [1]}, r"lenghts: unknown key \(value \[1\]\); .*spelling"),
     (SCALING, {"lengths": [64, -5]}, r"lengths\.1: -5: .*greater than or equal to 1"),
     (SCALING, {"lengths": ["256"]}, r"lengths\.0: '256': .*integer; write a whole number in digits"),
@@ -136,13 +132,7 @@ KERNELS = [
     ("dense-torch-varlen", "bfloat16", 512, H200, "head dims up to 256 there, not 512"),
     ("dense-flash-attn-4", "bfloat16", 128, {}, None),  # no fingerprint of the host
     ("triton", "float32", 192, H200, None),
-    (
-        "triton",
-        "float32",
-        192,
-        H200 | {"capability": "8.0"},
-        r"its tiles hold head dims up to 128 there, not",
-    ),
+    ("triton", "float32", 192, H200 | {"capability": "8.0"}, r"its tiles hold head dims up to 128 there, not"),
     ("triton", "bfloat16", 512, H200, r"its tiles hold head dims up to 256 there, not \d+; use .*chunked"),
 ]
 

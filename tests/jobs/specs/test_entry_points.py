@@ -30,7 +30,7 @@ from typing import Literal
 from jobs.schema import point
 from jobs.schema.axes import Axes, Axis
 from jobs.schema.point import Measurement, Metric, Point
-from jobs.schema.quantities import TIME, Plot, Quantity
+from jobs.schema.quantities import TIME
 from jobs.specs.spec import JobSpec
 
 QUANTITIES = (TIME,)
@@ -107,8 +107,6 @@ BROKEN_KINDS = [
     (KIND.replace("def measure", "def measured"), "lacks measure"),
     (KIND.replace("class Case(point.Case)", "class Case"), r"has a Case that is not a jobs\.schema\."),
     (KIND.replace("(TIME,)", '("time",)'), "cannot be used: QUANTITIES: 'time': is not a Quantity"),
-    (KIND.replace("(TIME,)", '(Quantity("lat", "ms", "L", better="up"),)'), ".* 'up': use a member of Better"),
-    (KIND.replace("(TIME,)", '(Quantity("lat", "us", "L", plot=Plot.GROWTH),)'), ".* growth is fitted in ms, s or MiB"),
     (KIND + 'AXES = (Axis("seq_len", "whole", "S"),)', ".* the name is taken"),
 ]
 
