@@ -198,7 +198,7 @@ from orchestrator import provenance
 from orchestrator.run import driver
 from orchestrator.execute.local import LocalExecutor
 
-provenance.code_hash_of = lambda spec: {code!r}
+provenance.code_hash = lambda spec: {code!r}
 LocalExecutor.probe = lambda self: {{None: Machine("cpu", "test", 8 << 30, {{"torch": "0"}})}}
 sys.exit(driver.main(sys.argv[1:]))
 """
@@ -212,7 +212,7 @@ def at_code(
 
     def whole(*args: str | Path, code: str) -> tuple[int, str]:
         with monkeypatch.context() as patch:
-            patch.setattr(provenance, "code_hash_of", lambda spec: code)
+            patch.setattr(provenance, "code_hash", lambda spec: code)
             capsys.readouterr()
             return driver.main(["--local", *map(str, args)]), "".join(capsys.readouterr())
 
