@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import vl_convert
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
+from scipy import stats
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -78,6 +80,7 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
         extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
     )
     environment.filters |= {"amount": readable, "number": number, "device": device, "tally": tally}
+    environment.filters |= {"mean_interval": _mean_interval}
     environment.filters |= {"code": lambda value: Markup(plain_text.code(value))}
     # SQLite's driver returns the text of a column of JSON.
     environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
@@ -104,6 +107,12 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
     if out is not None:
         write_file(out, rendered)
     return rendered
+
+
+def _mean_interval(values: Sequence[float]) -> str:
+    """Mean of repeats, and the half width of its 95 % interval by Student's t."""
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{fmean(values):.4f} ± {half:.4f}"
 
 
 class _Calls:
