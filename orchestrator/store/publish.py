@@ -3,8 +3,8 @@
 A command: `python -m orchestrator.store.publish JOURNAL...`.
 
 Ids, states, configurations, numbers and versions stay as they are. Host names become host-1, host-2, ...; the kernel's
-release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them. What
-cannot be replaced, such as a path in a spec, is refused.
+release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them. Of the
+paths of a training's text their last parts stay. What cannot be replaced, such as another path in a spec, is refused.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:
 
     free = ("host", "node", "reason", "message", "environment")
     changes = {name: public(getattr(record, name)) for name in free if getattr(record, name, None)}
+    for name in ("spec", "config"):  # of text that a training read, the names of its folder and files stay
+        if isinstance(data := (getattr(record, name, None) or {}).get("data"), dict):
+            changes[name] = {**getattr(record, name), "data": public(data)}
     if isinstance(record, rec.RunRecord):
         changes |= {"artifacts": None, "artifact_store": None}
     if isinstance(record, rec.OutcomeRecord) and (environment := changes.get("environment")):

@@ -129,6 +129,16 @@ def test_what_tells_of_the_machine_is_replaced_and_nothing_else(path: Path, tmp_
     assert taken == expected
 
 
+def test_of_the_paths_of_a_text_the_last_parts_stay(tmp_path: Path) -> None:
+    records = lines(DRILL)
+    for config in (records[0]["spec"], records[1]["config"]):
+        config["data"] = {"path": "/srv/corpora/text", "tokenizer_path": None, "heldout": 0.1}
+    publish.take_in(written(tmp_path / "x.jsonl", records), tmp_path)
+    taken = lines(tmp_path / DRILL.name)
+    for config in (taken[0]["spec"], taken[1]["config"]):
+        assert config["data"] == {"path": "text", "tokenizer_path": None, "heldout": 0.1}
+
+
 def in_a_label(records: Lines) -> None:
     for record in records:
         record |= {"host": "gpu7"} if record["type"] == "run" else {}
