@@ -7,6 +7,7 @@ choice below /tmp can be made first by another user, whose code would run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -47,3 +48,14 @@ def _usable(folder: Path) -> bool:
         own = stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
         return own and os.access(folder, os.W_OK)  # a home may be mounted read-only
     return False
+
+
+def lost_file(err: BaseException) -> str | None:
+    """Fix for an exception of a cache on a network file system; None for any other."""
+    cause: BaseException | None = err
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EBUSY, errno.ESTALE):
+            caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+            return f"{cause}: hosts share a folder of a network file system; if {caches} is on one, unset it"
+        cause = cause.__cause__ or cause.__context__
+    return None

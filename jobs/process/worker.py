@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from jobs.process import stacks
+from jobs.process.compiler_cache import lost_file
 from jobs.process.messages import Command, Event, Explain, Explanation, Failure, File, Outbox, decode
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import Interrupted
@@ -117,6 +118,8 @@ def failure(err: Exception) -> Failure:
     state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
     state = PointState.CANCELLED if isinstance(err, Interrupted) else state
     text = str(err).strip().split("\n")[0]  # its file has the whole text
+    if fix := lost_file(err):
+        state, text = PointState.LOST, fix  # handed out again
     reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
     reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
     files = {"traceback.txt": "".join(traceback.format_exception(err))}

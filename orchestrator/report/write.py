@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:
     """The chart of a quantity against S, as wide as a page, in Vega-Lite; None without rows to draw."""
+    if sys.flags.optimize > 1:
+        raise ReportError("PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it")
     from orchestrator.report.scaling_chart import drawable, scaling_chart  # Altair takes long to import
 
     if drawable(rows, quantity).empty:

@@ -53,7 +53,7 @@ class Store(AbstractContextManager["Store"]):
                 schema.upgrade(url)
             elif is_missing(path):
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
-            elif not path.is_file():  # SQLite would wait for a pipe
+            elif not os.path.isfile(path):  # SQLite would wait for a pipe; False too for a name that is too long
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: is no file that can be read; name another")
         engine = make_engine(parsed, readonly=readonly)
         try:

@@ -256,5 +256,7 @@ def _load(spec: DataSpec) -> Any:
         tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         return tokenizer
+    except (DataError, MemoryError):
+        raise
     except Exception as err:  # the package raises bare ones, and those of the network
         raise DataError(f"{spec.tokenizer_source}: cannot be loaded ({error_in_a_line(err)}); {fix}") from None

@@ -191,8 +191,8 @@ def _start(asked: Launch, device: int) -> Compiled | None:
 def compile_only(asked: Launch, device: torch.device) -> None:
     """Compile a launch's kernel for a GPU, as `start` would; the launch's tensors may be without memory."""
     kernel, given = asked.kernel, asked.arguments | asked.constants
-    for param in kernel.params:  # as in `_start`
-        param.do_not_specialize |= isinstance(given.get(param.name), int)
+    for param in kernel.params:  # as in `_start`; Triton 3.6 refuses a constant among them
+        param.do_not_specialize |= isinstance(asked.arguments.get(param.name), int)
     kinds = [
         x.descriptor() if isinstance(x, Tiled) else x.dtype if isinstance(x, Tensor) else x
         for x in map(given.get, kernel.arg_names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import psutil
 import pytest
 
 from jobs.process import compiler_cache
+from jobs.process.worker import failure
+from jobs.schema.states import PointState
 from orchestrator.cli import doctor
 from orchestrator.run.driver import database_problem
 from orchestrator.settings import Settings
@@ -54,3 +57,11 @@ def test_a_home_on_a_network_file_system_keeps_no_cache(
     details = {finding.name: finding.detail for finding in doctor.findings(Settings())}
     assert details["compiler caches"].endswith("on nfs4")
     assert "lies on nfs4, where SQLite may lose or damage it; use Postgres" in str(database_problem(Settings()))
+
+
+def test_a_file_lost_on_a_network_file_system_names_the_caches_and_is_tried_again() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("backend failed") from OSError(errno.ESTALE, "Stale file handle")
+    found = failure(raised.value)
+    assert found.state is PointState.LOST
+    assert "TRITON_CACHE_DIR=" in found.reason
