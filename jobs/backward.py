@@ -159,8 +159,16 @@ class Spec(JobSpec):
             if not any(computes(name, branch) for branch in branches):
                 raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
         refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
+        learned = self.nsa.cmp_block if self.nsa and self.nsa.compress == "mlp" else 0  # tokens compressed into one
         seen: set[str] = set()
-        for case in self.cases:
+        for number, case in enumerate(self.cases):
+            if learned and "slc" in case.branches:  # a search would take it for a failing size
+                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
+            if min(case.lengths) < learned and {"all", "cmp"} & set(case.branches):
+                raise ValueError(
+                    f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
+                    f"use at least nsa.cmp_block = {learned}"
+                )
             for variant, size in product(case.variants(), [None] if self.bisect else case.sizes()):
                 if (label := variant.label(size)) in seen:
                     raise ValueError(f"cases: {label!r} appears more than once; leave it out of one case")

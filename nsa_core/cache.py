@@ -26,7 +26,7 @@ class _Held:
         length: tokens appended.
     """
 
-    buffer = torch.empty(0, 0)
+    buffer = torch.empty(0, 0, device="cpu")  # an import must not start CUDA
     length = 0
 
     def values(self) -> Tensor:

@@ -68,6 +68,9 @@ class DensePyTorch(Peer):
     DISTRIBUTION = "torch"
     MODULES = ("torch",)
 
+    def version(self) -> str:
+        return torch.__version__  # with CUDA's, unlike that of the distribution
+
     def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         return None
 

@@ -31,8 +31,9 @@ def describe_exit(code: int | None) -> str:
 def oom_kills() -> int:
     """A number that rises with every OOM kill by the kernel of this host, by its own limit or a control group's."""
     with contextlib.suppress(OSError):
-        counts = dict(line.split(" ", 1) for line in Path("/proc/vmstat").read_text().splitlines())
-        return int(counts.get("oom_kill", 0))
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0
 
 

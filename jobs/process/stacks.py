@@ -131,6 +131,8 @@ def run_tool(command: Sequence[str], within: float | None = None) -> tuple[int, 
     try:
         tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as err:
+        if command[0] == "py-spy":  # it is not beside the interpreter, nor on the PATH
+            return 1, f"{NO_PY_SPY}\n"
         return 1, f"{command[0]}: {err}\n"
     assert tool.stdout is not None
     with tool.stdout:

@@ -7,6 +7,8 @@ import signal
 import time
 from dataclasses import dataclass, field
 
+import psutil
+
 from jobs.process.child import Child
 from jobs.process.messages import Beat, Failure, File, Measured, Message
 from jobs.process.post_mortem import describe_exit, oom_kills
@@ -14,6 +16,7 @@ from jobs.schema.point import STARTING, WAITING
 from jobs.schema.states import PointState
 
 POLL_S = 0.2
+_LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is one for want of memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class DeadlineWatch:
     _start: float = field(default_factory=time.monotonic)
     _last_beat: float | None = None
     _kills: int = field(default_factory=lambda: oom_kills())
+    _low_memory: bool = False
 
     def step(self) -> tuple[list[Message], Ended | None]:
         """New events, and the end once there is one; waits POLL_S at most."""
@@ -55,11 +59,13 @@ class DeadlineWatch:
                 case Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
+            memory = psutil.virtual_memory()
+            self._low_memory = memory.available < _LOW_MEMORY * memory.total
             return events, self._overdue()
         if events:  # there may be more
             return events, None
         code = self.child.kill()
-        if code == -signal.SIGKILL and oom_kills() > self._kills:  # not sent by us
+        if code == -signal.SIGKILL and (self._low_memory or oom_kills() > self._kills):  # not sent by us
             return [], Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
         return [], Ended(PointState.CRASH, describe_exit(code))
 

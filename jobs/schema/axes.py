@@ -123,7 +123,7 @@ def check_more(more: Mapping[str, object]) -> None:
 
 def _check(where: str, value: object, kind: Literal["text", "whole"], size: int, whole: range) -> None:
     if kind == "whole":
-        fits = isinstance(value, int) and not isinstance(value, bool) and value in whole
+        fits = isinstance(value, int) and not isinstance(value, bool) and whole.start <= value < whole.stop
         use = f"an integer of {whole[0]} to {whole[-1]}"
     else:
         fits = isinstance(value, str) and value.isprintable() and len(value) <= size

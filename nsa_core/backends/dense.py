@@ -125,7 +125,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...])
     one_row = q.shape[1] == 1
     causal = not one_row  # a plain bool, also where torch.compile traces the length as a symbol
     value_dim, width = v.shape[-1], _providers.common_width(q, v)
-    padded = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))  # pad copies
+    padded = [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]  # pad copies
     q, k, v = (x.transpose(1, 2) for x in padded)
     grouped = q.shape[1] != k.shape[1]
     kernel = _first_viable(order, q, k, v, causal, grouped)

@@ -17,7 +17,6 @@ import vl_convert
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
-from scipy import stats
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -111,6 +110,8 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
 
 def _mean_interval(values: Sequence[float]) -> str:
     """Mean of repeats, and the half width of its 95 % interval by Student's t."""
+    from scipy import stats  # long to import
+
     half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return f"{fmean(values):.4f} ± {half:.4f}"
 

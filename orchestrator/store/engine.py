@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
-from sqlalchemy.pool import NullPool
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import (
@@ -57,29 +58,37 @@ def shown(url: URL) -> str:
 
 def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
     """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
-    if url.get_backend_name() == "sqlite":
-        return _sqlite(url, readonly, create)
+    return _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
+
+
+def _postgres(url: URL, readonly: bool) -> Engine:
     options = {"postgresql_readonly": True} if readonly else {}
     try:
-        return create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
+        engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
     except exc.ArgumentError as err:  # of options that do not fit together
         raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: DBAPIConnection, record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("SET datestyle TO 'ISO'")  # the driver reads no times of another style
+        cursor.execute(f"SET lock_timeout TO '{TIMEOUT_S}s'")
+        connection.commit()
+
+    return engine
 
 
 def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
     path = Path(url.database or "").absolute()
+    mode = "ro" if readonly else "rwc" if create else "rw"
+    if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
+        mode = "ro&immutable=1"  # as it stands: no log is beside it and none can be made
+    address = f"file:{quote(str(path))}?mode={mode}"
 
     def connect() -> sqlite3.Connection:
-        mode = "ro" if readonly else "rwc" if create else "rw"
-        if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
-            mode = "ro&immutable=1"  # as it stands: no log is beside it and none can be made
         # isolation_level None: this module begins transactions itself, so that schema changes are atomic, too.
         connection = sqlite3.connect(
-            f"file:{quote(str(path))}?mode={mode}",
-            uri=True,
-            timeout=TIMEOUT_S,
-            check_same_thread=False,
-            isolation_level=None,
+            address, uri=True, timeout=TIMEOUT_S, check_same_thread=False, isolation_level=None
         )
         connection.execute("PRAGMA foreign_keys = ON")
         if not readonly:
@@ -87,8 +96,16 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
             connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose commits; the journal keeps them
         return connection
 
-    # No pool: a connection that is kept goes on with a file that was moved away or replaced.
-    engine = create_engine(url, creator=connect, poolclass=NullPool)
+    engine = create_engine(url, creator=connect)
+
+    @event.listens_for(engine, "connect")
+    def note(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+        record.info["file"] = _identity(path)
+
+    @event.listens_for(engine, "checkout")
+    def look(connection: DBAPIConnection, record: ConnectionPoolEntry, proxy: object) -> None:
+        if record.info.get("file") != _identity(path):  # SQLite would go on with the one that was moved away or removed
+            raise exc.DisconnectionError
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -97,6 +114,15 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of the file at a path; None if there is none."""
+    try:
+        there = path.stat()
+    except OSError:
+        return None
+    return there.st_dev, there.st_ino
 
 
 @contextmanager
@@ -108,22 +134,23 @@ def errors(url: URL) -> Iterator[None]:
     except exc.DBAPIError as err:
         text = hide_password(in_a_line(err.orig))
         code = getattr(err.orig, "sqlite_errorcode", None) or getattr(err.orig, "sqlstate", None)
-        kind, problem = StoreError, f"refused the data ({text}); report this as a bug"
         if isinstance(err, exc.IntegrityError):
             fix = "a record contradicts one that is stored, or is there twice; give the journal as the run wrote it"
-            problem = f"refused the data ({text}): {fix}"
+            error = StoreError(f"{name}: refused the data ({text}): {fix}")
         elif isinstance(err, _AWAY) or err.connection_invalidated:
             fix = "start the database or correct the URL"
-            kind, problem = StoreUnavailable, f"cannot be reached or used ({text}); {fix}"
+            error = StoreUnavailable(f"{name}: cannot be reached or used ({text}); {fix}")
         elif code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            kind, problem = BrokenStoreError, f"{text}; name another file"
+            error = BrokenStoreError(f"{name}: {text}; name another file")
         elif isinstance(err, exc.ProgrammingError) and err.statement is None:  # in connecting
-            problem = f"cannot be used ({text}); correct the URL"
+            error = StoreError(f"{name}: cannot be used ({text}); correct the URL")
         elif code == _NO_RIGHT:
-            kind, problem = BrokenStoreError, f"refused ({text}); name a role in the URL that has this right"
+            error = BrokenStoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
         elif code in _NO_TABLE:
-            kind, problem = BrokenStoreError, f"{text}; run `nsa db upgrade`"
-        raise kind(f"{name}: {problem}") from None
+            error = BrokenStoreError(f"{name}: {text}; run `nsa db upgrade`")
+        else:
+            error = StoreError(f"{name}: refused the data ({text}); report this as a bug")
+        raise error from None
     except (exc.StatementError, UnicodeError, OverflowError) as err:  # of a value that the driver cannot pass on
         text = in_a_line(err.orig if isinstance(err, exc.StatementError) else err)
         raise StoreError(f"{name}: cannot hold a value ({text}); correct it") from None

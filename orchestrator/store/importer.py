@@ -136,8 +136,8 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
-            if len(set(columns)) < len(columns):
-                raise ImportFileError(f"file: '{path.name}' line 1: names a column twice; rename or remove one")
+            if twice := next((name for name in columns if name and columns.count(name) > 1), None):
+                raise ImportFileError(f"file: '{path.name}' line 1: {twice!r}: is named twice; rename or remove one")
             rows = []
             text_of = cache(from_csv_cell)  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:

@@ -104,7 +104,7 @@ def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) 
     assert all("torch" in outcome.environment["packages"] for outcome in outcomes(home)), "of points that failed, too"
     [hang] = [outcome for outcome in outcomes(home) if outcome.state == "hang"]
     files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
-    assert any("_behave (jobs/drill.py" in str(file.content) for file in files if file.name == "stacks.txt")
+    assert any("measure (jobs/drill.py" in str(file.content) for file in files if file.name == "stacks.txt")
     assert point_processes(cluster) == []
 
 

@@ -158,10 +158,12 @@ def test_a_hang_in_a_layer_is_explained_and_the_next_point_runs(
     assert json.loads(hung.files[LAYERS])[-1]["place"] == "backward of layer 2"
 
 
-def test_what_would_be_measured_twice_is_refused() -> None:
+def test_what_would_be_measured_twice_or_fail_by_its_settings_is_refused() -> None:
     with pytest.raises(
         SpecError, match=r"^cases: 'all tiny 2 layers S=64' appears more than once; leave it out of one"
     ):
         parse_spec(_data({}, {"lengths": [32, 64]}))
     with pytest.raises(SpecError, match=r"^timing: a search times nothing; leave it out"):
         parse_spec(_data({"layers": [1, 2]}, bisect={}, timing=TIMING))
+    with pytest.raises(SpecError, match=r"^nsa\.compress: 'mlp': the selected branch alone does not train it"):
+        parse_spec(_data({"branches": ["slc"]}, nsa={"compress": "mlp"}))

@@ -83,7 +83,7 @@ def check_reach(folder: CheckpointFolder, exchange: Exchange) -> None:
     own = socket.gethostname()
 
     def leave_mark() -> tuple[str | None, str]:
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, OSError):
             return folder.mark(".reach"), own
         return None, own  # the store cannot be written, which each checkpoint will report
 

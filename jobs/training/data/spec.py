@@ -88,10 +88,7 @@ class DataSpec(Strict):
         if not self.tokenized:
             return None
         if lacking := [name for name in _PACKAGES if find_spec(name) is None]:
-            raise SpecError(
-                f"{self.tokenizer_source}: needs the extra 'data', which lacks {' and '.join(lacking)} here; pip "
-                "install 'nsa-bench[data]'"
-            )
+            raise SpecError(f"{self.tokenizer_source}: {missing_extra(lacking)}")
         size = GPT2
         if self.tokenizer_path is not None:
             file = tokenizer_file(self.tokenizer_path)
@@ -117,3 +114,8 @@ def tokenizer_file(path: Path) -> Path:
         return path
     whole = path / "tokenizer.json"
     return whole if whole.exists() else path / "vocab.json"
+
+
+def missing_extra(packages: list[str]) -> str:
+    """Message about packages of the extra `data` that are not installed."""
+    return f"needs the extra 'data', which lacks {' and '.join(packages)} here; pip install 'nsa-bench[data]'"

@@ -19,7 +19,7 @@ from torch import Tensor
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat
 from jobs.training.data.corpus import Batches, Corpus, DataError, files_below, is_heldout, spread_windows
-from jobs.training.data.spec import TOKENIZER_FIX, DataSpec, tokenizer_file
+from jobs.training.data.spec import TOKENIZER_FIX, DataSpec, missing_extra, tokenizer_file
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 _OPTIONS = {
@@ -118,7 +118,10 @@ class TokenBatches(Batches):
 
 def open_dataset(spec: DataSpec) -> Any:
     """The documents, an IterableDataset. Raises DataError if they cannot be read."""
-    import datasets
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{spec.source}: {missing_extra(['datasets'])}") from None
 
     datasets.logging.set_verbosity_error()  # it warns of the contents of a buffer that holds nothing
     with _reading(spec):
@@ -202,7 +205,22 @@ class Tokenizer:
 
     def __init__(self, spec: DataSpec) -> None:
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))  # else each rank takes all cores
-        self._tokenizer = tokenizer = _load(spec)
+        try:
+            self._open(spec, _load(spec))
+        except ImportError:
+            raise DataError(f"{spec.tokenizer_source}: {missing_extra(['tokenizers'])}") from None
+        except (DataError, MemoryError):
+            raise
+        except Exception as err:  # the package raises bare ones, and those of the network
+            fix = TOKENIZER_FIX
+            if spec.tokenizer_path is None:
+                fix = (
+                    f"without a network give a folder with tokenizer.json of {_GPT2_REPOSITORY} as data.tokenizer_path"
+                )
+            raise DataError(f"{spec.tokenizer_source}: cannot be loaded ({error_in_a_line(err)}); {fix}") from None
+
+    def _open(self, spec: DataSpec, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = True  # text that looks like a special token is text
         tokenizer.no_truncation()  # its file may ask for either
         tokenizer.no_padding()
@@ -245,18 +263,11 @@ def _load(spec: DataSpec) -> Any:
     """The tokenizer's object of the package `tokenizers`."""
     import tokenizers
 
-    fix = TOKENIZER_FIX
-    try:
-        if spec.tokenizer_path is None:
-            fix = f"without a network give a folder with tokenizer.json of {_GPT2_REPOSITORY} as data.tokenizer_path"
-            return tokenizers.Tokenizer.from_pretrained(_GPT2_REPOSITORY)
-        if (file := tokenizer_file(spec.tokenizer_path)).name != "vocab.json":
-            return tokenizers.Tokenizer.from_file(str(file))
-        model = tokenizers.models.BPE.from_file(str(file), str(file.with_name("merges.txt")))
-        tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return tokenizer
-    except (DataError, MemoryError):
-        raise
-    except Exception as err:  # the package raises bare ones, and those of the network
-        raise DataError(f"{spec.tokenizer_source}: cannot be loaded ({error_in_a_line(err)}); {fix}") from None
+    if spec.tokenizer_path is None:
+        return tokenizers.Tokenizer.from_pretrained(_GPT2_REPOSITORY)
+    if (file := tokenizer_file(spec.tokenizer_path)).name != "vocab.json":
+        return tokenizers.Tokenizer.from_file(str(file))
+    model = tokenizers.models.BPE.from_file(str(file), str(file.with_name("merges.txt")))
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer

@@ -63,7 +63,7 @@ def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) 
     [hang] = [o for o in outcomes if o.state is PointState.HANG]
     files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
     [stacks] = [file for file in files if file.name == "stacks.txt"]
-    assert "_behave (jobs/drill.py" in str(stacks.content)
+    assert "measure (jobs/drill.py" in str(stacks.content)
     assert (home / "artifacts" / stacks.path).read_text() == stacks.content
     assert stacks.path.startswith(f"{only_run(home)}/0003/1/")
     assert all(o.environment["packages"]["torch"] for o in outcomes)  # also of points whose child died
