@@ -73,10 +73,10 @@ def test_a_file_that_is_not_a_database_is_named(tmp_path):
 
 
 @pytest.mark.postgres
-def test_texts_are_read_whatever_encoding_the_session_was_set_to(postgres_url: str, sweep):
+@pytest.mark.parametrize("setting", ["DateStyle=German", "client_encoding=SQL_ASCII"])
+def test_times_and_texts_are_read_whatever_the_session_was_set_to(postgres_url: str, sweep, setting: str):
     upgrade(postgres_url)
-    options = {"options": "-c client_encoding=SQL_ASCII"}
-    url = make_url(postgres_url).update_query_dict(options).render_as_string(hide_password=False)
+    url = make_url(postgres_url).update_query_dict({"options": f"-c {setting}"}).render_as_string(hide_password=False)
     with Store.open(url) as store:
         store.apply_many(sweep())
         assert queries.counts(store)["runs"] == 1

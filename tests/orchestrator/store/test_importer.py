@@ -226,7 +226,7 @@ def test_what_is_no_file_is_not_read(sqlite_store: Store, tmp_path: Path, name: 
         ("peers_h200.csv", (",2048,16,", ",2048,0,"), "Axes.batch: 0: use an integer of 1 to 2147483647"),
         ("peers_h200.csv", ("2026-11-20", "today"), "date: 'today' is no date; write YYYY-MM-DD"),
         ("peers_h200.csv", (",1.095,", ",1,095,"), "has 16 cells for 15 columns; quote the comma in a cell"),
-        ("peers_h200.csv", ("triton,dtype", "torch,dtype"), "peers_h200.csv' line 1: names a column twice; rename"),
+        ("peers_h200.csv", ("triton,dtype", "torch,dtype"), "peers_h200.csv' line 1: 'torch': is named twice; rename"),
         ("seed_measurements.csv", (",483,MiB,ok", ",483,MiB,fine"), "status: 'fine' is unknown"),
         ("seed_measurements.csv", (",483,MiB,ok", ",,MiB,ok"), "value: '' is missing from an ok row"),
         ("seed_measurements.csv", ("elapsed", "duration"), "metric: 'duration' is unknown; use one of"),
