@@ -90,7 +90,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Series:
-    """New samples of a running point's series, a record a series."""
+    """New samples of a running point's series, one record each."""
 
     records: tuple[SeriesRecord, ...]
 

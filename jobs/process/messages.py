@@ -187,7 +187,7 @@ _adapter: Callable[[type[Message]], TypeAdapter[Any]] = cache(TypeAdapter)  # ma
 
 
 def encode(message: Message) -> bytes:
-    """The message as a line, with its line feed; halves of characters become question marks."""
+    """The message as a line, with its line feed; lone surrogates become question marks."""
 
     def plain(value: Any) -> int | float | str:  # of what JSON does not know: a job's NumPy number, a path
         if isinstance(value, numbers.Integral):

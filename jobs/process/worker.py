@@ -79,9 +79,9 @@ def end_with_parent() -> None:
 
 
 def _end_group_with_this() -> None:
-    """Have the process group killed when this process ends, however it does, and orphans of its descendants stay below.
+    """Have the process group killed when this process ends, however it does, and adopt orphans of its descendants.
 
-    A shell does it, whose stdin ends with this process: of what a point starts itself, nothing would end with it.
+    A shell whose stdin ends with this process does it: what a point starts itself would live on.
     """
     if os.getpgrp() != os.getpid():  # started by hand: never kill a terminal's group
         return

@@ -208,7 +208,7 @@ class _Attempt:
         finally:
             if ended is None:
                 self._telemetry.stopping.set()  # its samples are not needed, and a wedged driver would hold it up
-                if self._conditions.grace_s and self._child.alive():  # it keeps checkpoints: one more, and a last word
+                if self._conditions.grace_s and self._child.alive():  # it saves a last checkpoint, and reports it
                     os.kill(self._child.pid, signal.SIGTERM)
                     self._await((Measured, Failure), self._conditions.grace_s)
         assert ended is not None

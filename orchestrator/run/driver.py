@@ -78,7 +78,7 @@ def check(argv: Sequence[str]) -> None:
 
 
 class _RefusedError(UserError):
-    """A resume that may not begin: nothing was written of it."""
+    """A resume that may not begin; nothing was recorded."""
 
 
 def _run(order: Order, stop: _Stop) -> int:

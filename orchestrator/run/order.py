@@ -1,6 +1,6 @@
 """The order for a run: command line, settings and spec, validated without contacting anything; and the dry run.
 
-A Ray job whose order is refused is a failed run of its own, so that who submitted it finds it and why.
+A refused Ray job is recorded as a failed run, so that its submitter finds it with the reason.
 """
 
 from __future__ import annotations

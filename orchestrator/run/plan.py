@@ -45,7 +45,7 @@ class Plan:
         self.assignments: list[Assignment] = []
         self.settled: Counter[PointState] = Counter()  # number of points that need no measuring
         self.labels: dict[str, str] = {}  # point id -> label, of all points
-        self.failures = 0  # settled points that failed, without those whose failure answers a search
+        self.failures = 0  # settled points that failed; a failure that answers a search is none
         self._machines, self._further, self._old, self._again = machines, further, old, again
         self._ids = {point.label: point_id for point_id, point in old.points.items()}
         self._ended: list[EndedPoint] = []
@@ -81,21 +81,21 @@ class Plan:
             self._begin(point_id, point, key, attempt=1)
             return
         latest = (before.again or before).state
-        ended: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}  # its latest attempt, by this plan
+        ended: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}  # ends its latest attempt
         settled = before.state is PointState.OK or (
             before.state is PointState.SKIPPED and point.skip_reason is not None
         )
-        if not self._again and before.again is None:  # nobody asked for more, not even in a resume that was interrupted
+        if not self._again and before.again is None:  # not asked for again, by this resume or an interrupted one
             settled |= before.state in FAILED and before.state.settles
         if settled:
             if before.key == key:
                 self._settle(point, before.state, before.reason, before.metrics)
-                if not latest.ended:  # it was planned for sources or a machine that are no more
+                if not latest.ended:  # planned for other sources or another machine
                     ended["attempt"] = before.attempt + (latest is PointState.PENDING)
-                    reason = "not needed: the point has an outcome with the sources and on the machine of now"
+                    reason = "not needed: the point has an outcome with the present sources on this machine"
                     self.records.append(OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
                 return
-            self._changed += before.again is None or before.again.key != key  # else an interrupted resume has said why
+            self._changed += before.again is None or before.again.key != key  # else reported before
         if latest is PointState.RUNNING:
             reason = "the run's driver ended before this attempt did"
             self.records.append(OutcomeRecord(**ended, attempt=before.attempt, state=PointState.LOST, reason=reason))
@@ -166,8 +166,8 @@ class PointHistory:
     key: str
     label: str
     state: PointState
-    attempt: int = 0  # the number of its latest
-    # That attempt, pending, running, lost or cancelled, where key and state are those of an earlier outcome.
+    attempt: int = 0  # number of its latest attempt
+    # A later attempt without an outcome (pending, running, lost or cancelled) than the one that key and state are of.
     again: PointHistory | None = None
     reason: str | None = None  # of the outcome
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the outcome, by name

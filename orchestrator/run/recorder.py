@@ -43,7 +43,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._beats: dict[str, Progress] = {}  # point id -> its latest: only the present matters
         self._away: str | None = None  # why the database cannot be used now
         self._refused: str | None = None  # why it accepts nothing of this run any more
-        self._asked_at: float | None = None  # since when it owes an answer
+        self._asked_at: float | None = None  # when the question was put that it has not answered
         self._answered_at = time.monotonic()
         self._renewed_at = float("-inf")
         self._thread = threading.Thread(target=self._follow, name="database", daemon=True)

@@ -60,7 +60,7 @@ class Scheduler:
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._files: dict[str, str] = {}  # node -> the first file that it kept
         self.states: Counter[PointState] = Counter()  # of ended points
-        self.failures = 0  # those that failed, without those whose failure answers a search
+        self.failures = 0  # ended points that failed; a failure that answers a search is none
 
     def run(self, stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""

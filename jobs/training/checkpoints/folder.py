@@ -65,7 +65,7 @@ class Manifest(BaseModel):
         return f"{self.number:06d}-step-{self.step}"
 
     def goes_on(self, key: str) -> bool:
-        """Whether the training of a point goes on from it: one that other code has finished begins anew."""
+        """Whether a point's training resumes from it; a training that other code finished begins anew."""
         return self.step < self.steps or self.key == key
 
 
