@@ -92,7 +92,7 @@ class Plan:
                 self._settle(point, before.state, before.reason, before.metrics)
                 if not latest.ended:  # planned for other sources or another machine
                     ended["attempt"] = before.attempt + (latest is PointState.PENDING)
-                    reason = "not needed: the point has an outcome with the present sources on this machine"
+                    reason = "not needed: the point has an outcome with the sources and the machine as they are"
                     self.records.append(OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
                 return
             self._changed += before.again is None or before.again.key != key  # else reported before
