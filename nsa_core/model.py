@@ -82,7 +82,7 @@ class ModelConfig:
             raise InputError("branches", self.branches, 'leave it out with attention="dense": it has none')
 
 
-# Of bytes as tokens: all branches have work from a few dozen of them on.
+# For bytes as tokens: all branches have work from a few dozen tokens on.
 _SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {

@@ -92,7 +92,7 @@ def compute_packed(
     compute: Callable[[Operands], Tensor], operands: Operands, config: NSAConfig, cu_seqlens: Tensor,
     max_seqlen: int | None,
 ) -> Tensor:  # fmt: skip
-    """What `compute` makes of a batch [B,S,..], for packed operands: [total,..].
+    """Result of `compute`, which takes a batch [B,S,..], for packed operands: [total,..].
 
     With max_seqlen it computes a batch padded to that length, without it one sequence after the other, and reads
     cu_seqlens on the host. Raises InputError.

@@ -1,4 +1,4 @@
-"""What a trained model makes of its context: the held-out loss by position, and whether it sees what comes later."""
+"""Probe of a trained model: its held-out loss by position, and whether it sees later tokens."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def _close(
 
 @dataclass
 class _Stop:
-    """What signals ask of the driver: before the first point one raises KeyboardInterrupt, then it is a reason."""
+    """State of the signals: before the first point one raises KeyboardInterrupt, afterwards it is a reason to stop."""
 
     reason: str | None = None  # of a cancellation: the first signal's name
     measuring: bool = False

@@ -210,7 +210,7 @@ class Checkpoints:
             self.report.waits_ms[-1] += 1000 * (time.perf_counter() - begun)
 
     def _content(self, state: TrainingState, run: Run) -> dict[str, Any]:
-        """What a checkpoint stores; sharded weights are DTensors."""
+        """Contents of a checkpoint; sharded weights are DTensors."""
         progress = {
             "batches": dict(state.batches.state_dict()),
             "before": run.before,

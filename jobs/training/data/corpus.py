@@ -1,4 +1,4 @@
-"""What a training learns from, and its common parts: held-out text, windows; and the corpus of a text's bytes."""
+"""Corpora: their batches and held-out text, windows, and the corpus of a text's bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a training learns from and is judged by."""
+    """Text of a training: batches to learn from, and a held-out part."""
 
     batches: Batches  # to learn from
     heldout: list[tuple[Tensor, Tensor]]  # fixed batches of text that training never sees

@@ -66,7 +66,7 @@ def run(function: Function, settings: Hashable, tensors: Sequence[Tensor | None]
 
 @lru_cache(maxsize=_KEPT)
 def kept(function: Function, settings: Hashable, device: torch.device, like: tuple[Any, ...]) -> SimpleNamespace:
-    """What is known of one function, settings and kind of tensors; tests that change what follows clear the cache."""
+    """State of one function, settings and kind of tensors; tests clear the cache where they change what follows."""
     return SimpleNamespace(has_run=False, replay=None)
 
 
