@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ._tracing import constant
+from ._decorators import constant
 from .config import NSAConfig
 from .errors import InputError
 
@@ -129,13 +129,6 @@ def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **t
             raise InputError(name, type(x).__name__, "give a tensor; torch.as_tensor makes one of an array")
     if not isinstance(config, NSAConfig):
         raise InputError("config", type(config).__name__, "give an NSAConfig, e.g. NSAConfig(window=512)")
-
-
-def positive(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and a scale > 0 that give the same scores: kernels take the largest score, or mask, before they scale."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:

@@ -60,7 +60,7 @@ def nsa_attention(
         max_seqlen: a length that no packed sequence exceeds. The Triton kernels take all sequences at once, without
             waiting for the device, and use it only to do less in the choice of blocks. Other backends pad the sequences
             to a batch of that length; without it they compute one by one, and read cu_seqlens on the host.
-        scale: of q·k; 1/sqrt(Dk) unless given.
+        scale: of q·k, above 0; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: the branches to compute; the others are neither computed nor part of the sum.
 
@@ -179,9 +179,9 @@ def dense_attention(
     operands.check(NSAConfig(), cu_seqlens is not None)
     if _is_empty(q, cu_seqlens):
         return operands.nothing()
-    queries, factor = _inputs.positive(operands.q, _scale(scale, q))
+    factor = _scale(scale, q)
     with _inputs.without_autocast(q):
-        return dense.attention(queries, operands.keys[0], operands.values[0], factor, window, backend, cu_seqlens)
+        return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window, backend, cu_seqlens)
 
 
 def _is_empty(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> bool:
@@ -270,6 +270,6 @@ def ordered_branches(branches: Sequence[str]) -> tuple[Branch, ...]:
 def _scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not isinstance(scale, Real) or isinstance(scale, bool) or not math.isfinite(scale):
-        raise InputError("scale", repr(scale), f"give a finite number, or None for 1/sqrt({q.shape[-1]})")
+    if not isinstance(scale, Real) or isinstance(scale, bool) or not 0 < scale < math.inf:
+        raise InputError("scale", repr(scale), f"give a finite number above 0, or None for 1/sqrt({q.shape[-1]})")
     return float(scale)

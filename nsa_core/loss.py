@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradients import undifferentiable
+from ._decorators import undifferentiable
 from ._inputs import autocast_dtype, without_autocast
 from .projections import in_compiled_training
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch._C._profiler import _RecordFunctionFast
 
-from ._tracing import constant
+from ._decorators import constant
 
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")

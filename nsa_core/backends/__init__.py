@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._tracing import constant
+from .._decorators import constant
 from ..config import NSAConfig
 from ..errors import BackendError
 from ..offers import Offer, offers

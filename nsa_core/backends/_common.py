@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._gradients import undifferentiable
+from .._decorators import undifferentiable
 from ..config import NSAConfig
 from ..reference import wide
 

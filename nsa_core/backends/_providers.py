@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn.functional import pad
 
-from .._tracing import constant
+from .._decorators import constant
 
 # Package and module of each kernel; PyTorch's own needs none.
 _PACKAGES = {"flash-attn-4": ("flash-attn-4", "flash_attn.cute"), "flash-attn-2": ("flash-attn", "flash_attn")}

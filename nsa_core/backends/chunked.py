@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._gradients import undifferentiable
+from .._decorators import undifferentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
 from ..routes import Branch, note

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .._tracing import constant
+from .._decorators import constant
 from ..errors import BackendError
 from ..packed_sequences import checked_bounds, sequence_spans
 from ..routes import note

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._inputs import positive
-from .._tracing import constant
+from .._decorators import constant
 from ..errors import BackendError
 from ..routes import note
 from . import _providers
@@ -38,7 +37,6 @@ def window(
         BackendError: no kernel takes the head dims.
     """
     provider = kernel or _fastest(q.device, q.dtype, _providers.common_width(q, v))
-    q, scale = positive(q, scale)
     note("win", provider)
     return gated(_providers.attend(provider, q, k, v, scale, window), gate)
 

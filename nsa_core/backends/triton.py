@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._decorators import constant
 from .._inputs import Operands
-from .._tracing import constant
 from ..config import NSAConfig
 from ..errors import BackendError, InputError
 from ..routes import BRANCHES, Branch, note

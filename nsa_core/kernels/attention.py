@@ -21,8 +21,6 @@ from .span.backward_kv import backward_kv, compressed_kv
 from .span.backward_q import backward_q
 from .span.forward import attend_spans
 
-__all__ = ["backward", "forward", "kept"]
-
 
 def forward(
     call: Call, blocks: Tensor | None, q: Tensor, gates: Tensor, flat: Sequence[Tensor]

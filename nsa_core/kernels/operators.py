@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op
 
-from .._gradients import undifferentiable
-from .._inputs import positive
+from .._decorators import undifferentiable
 from ..config import NSAConfig, Slots
 from ..routes import Branch
 from . import attention, scores
@@ -28,8 +27,6 @@ from .call import Call
 from .runtime import replay
 from .span.forward import log_sum_exp
 from .warm import compile_layout
-
-__all__ = ["Call", "attend", "compress", "has_one_pair", "select"]
 
 _SIZES = tuple(field.name for field in fields(NSAConfig) if field.name not in ("compress", "slots"))
 
@@ -49,16 +46,15 @@ def attend(
     """
     if gates is None:
         gates = q.new_ones(*q.shape[:3], len(call.branches))
-    q, scale = positive(q, call.scale)
     of_keys = any(x.requires_grad for pair in pairs for x in pair)
     keeps = torch.is_grad_enabled() and (of_keys or q.requires_grad or gates.requires_grad)
     cu, shared = call.cu, _shares(pairs, call)
-    call = replace(call, scale=scale, shared=shared, keeps=keeps, of_q=q.requires_grad, of_keys=of_keys, cu=None)
+    call = replace(call, shared=shared, keeps=keeps, of_q=q.requires_grad, of_keys=of_keys, cu=None)
     pairs, blocks = pairs[: call.pairs], None if blocks is None else blocks.contiguous()
     q, gates, flat = q.contiguous(), gates.contiguous(), [x.contiguous() for pair in pairs for x in pair]
     if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
         flags = call.shared, call.compresses, call.keeps, call.of_q, call.of_keys
-        given = ",".join(call.branches), _sizes(call.config), call.config.slots, call.offset, scale, *flags
+        given = ",".join(call.branches), _sizes(call.config), call.config.slots, call.offset, call.scale, *flags
         return _attend_operator(q, gates, blocks, cu, flat, *given, call.longest)[0]
     return cast(Tensor, _Attend.apply(call, blocks, cu, q, gates, *flat))
 
@@ -79,7 +75,6 @@ def select(
     q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float, cu: Tensor | None = None, longest: int = 0
 ) -> Tensor:
     """Selected blocks, int32 [B,S,HKV,slc_count], of q [B,S,HQ,D] and k_cmp [B,N,HKV,D]; not differentiable."""
-    q, scale = positive(q, scale)
     return _select_operator(q.contiguous(), k_cmp.contiguous(), cu, _sizes(config), offset, scale, longest)
 
 

@@ -62,6 +62,7 @@ def tensors(tokens=20, heads=4, kv_heads=2, dim=8):
         ({"gates": None}, "gates"),
         ({"q": np.ones((1, 20, 4, 8))}, "q"),
         ({"scale": float("nan")}, "scale"),
+        ({"scale": -0.5}, "scale"),
     ],
 )
 def test_more_wrong_operands_are_named(change, field):

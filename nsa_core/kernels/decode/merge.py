@@ -5,13 +5,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ...cache import DenseCache, NSACache
-from ..runtime.launch import launch
-from ..runtime.tiles import Tile, padded
-
-_STEP = 16  # parts merged at a time
 
 
 @triton.jit
@@ -79,20 +72,3 @@ def _decode_merge(
     tl.store(OUT + i.to(tl.int64) * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
     if i == 0:
         tl.store(POSITION, held_tokens(POSITION, capacity))
-
-
-def merge(
-    q: Tensor, parts: Tensor, lse_parts: Tensor, gates: Tensor | None, cache: NSACache | DenseCache, room: int,
-    counts: tuple[int, int, int],
-) -> Tensor:  # fmt: skip
-    """Output [B,HQ,DV] for q [B,HQ,D] from `counts` parts of cmp, win and slc, or of dense attention in cmp's place."""
-    group, value_dim = parts.shape[2:]
-    out = q.new_empty(*q.shape[:2], value_dim)
-    tensors = dict(PARTS=parts, LPARTS=lse_parts, GATES=out if gates is None else gates, OUT=out)
-    arguments = tensors | dict(POSITION=cache.position, capacity=cache.capacity or room)
-    sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
-    numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
-    constants = sizes | dict(GATED=gates is not None) | numbers
-    tile = Tile(warps=1 if value_dim <= 128 else 4)
-    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, tile, stage="decode_merge")
-    return out

@@ -27,13 +27,12 @@ from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, ceil_div, head_sizes, padded, power_of_two, widest
 from ..shared.ranges import load_rows
 from .choose import best_of_chunk, chosen_block
-from .merge import held_tokens, merge
-from .take import take, take_dense
-
-__all__ = ["attend", "attend_dense", "take", "take_dense", "trace"]
+from .merge import _decode_merge, held_tokens
+from .take import _decode_take, _decode_take_dense
 
 _PROGRAMS = 256  # most parts of a branch over all sequences and kv heads
 _MOST_PARTS = 128  # of one sequence and kv head
+_STEP = 16  # parts merged at a time
 
 
 @triton.jit
@@ -188,6 +187,30 @@ def _decode_dense(
         begin, end, room, scale2, G, HKV, D, DV, DP, DVP, M, BN, False)  # fmt: skip
 
 
+def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
+    """Rotated query [B,HQ,D] of one token, whose keys and values are stored in the cache but not counted.
+
+    A learned compression is left to the caller.
+
+    Args:
+        q: [B,HQ,D].
+        k, v: [B,3,HKV,D] and [B,3,HKV,DV] of the cmp, slc and win branches; unrotated and contiguous, as q.
+    """
+    config, pointers = cache.config, dict(Q=q, K=k, V=v)
+    for name, held in (("C", "cmp"), ("S", "slc"), ("W", "win"), ("O", "open")):
+        pointers |= {f"K{name}": getattr(cache, f"k_{held}").buffer, f"V{name}": getattr(cache, f"v_{held}").buffer}
+    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
+    constants = block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
+    numbers = dict(cmp_room=cache.k_cmp.buffer.shape[1])
+    return _launch_take(_decode_take, "decode_take", pointers, numbers, constants, cache, cache.k_slc.buffer.shape[1])
+
+
+def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
+    """Rotated query of one token, as `take`, for dense attention: k [B,HKV,D], v [B,HKV,DV]."""
+    pointers = dict(Q=q, K=k, V=v, KT=cache.k.buffer, VT=cache.v.buffer)
+    return _launch_take(_decode_take_dense, "decode_take_dense", pointers, {}, {}, cache, cache.k.buffer.shape[1])
+
+
 def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     """Gated sum of the three branches for the token that `take` stored last; counts it on the device.
 
@@ -230,7 +253,7 @@ def attend(q: Tensor, gates: Tensor, cache: NSACache) -> tuple[Tensor, Tensor]:
     constants |= dict(CHUNKS=chunks, CHUNKS_P=power_of_two(chunks))
     arguments = tensors | outputs | numbers | dict(room=room)
     launch(_decode_selected, (config.slc_count, rows), arguments, constants, tile, stage="decode_selected")
-    return merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
+    return _merge(q, parts, lse_parts, gates, cache, room, (*near, config.slc_count)), chosen
 
 
 def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
@@ -243,7 +266,43 @@ def attend_dense(q: Tensor, cache: DenseCache) -> Tensor:
     numbers = dict(capacity=cache.capacity or room, room=room, scale2=q.shape[-1] ** -0.5 * LOG2_E)
     constants = head_sizes(q, v) | dict(M=tile.rows, BN=tile.keys, ALL_PARTS=parts.shape[1])
     launch(_decode_dense, (parts.shape[1], rows), tensors | numbers, constants, tile, stage="decode_dense")
-    return merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
+    return _merge(q, parts, lse_parts, None, cache, room, (parts.shape[1], 0, 0))
+
+
+def _launch_take(
+    kernel: object, stage: str, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
+    cache: NSACache | DenseCache, room: int,
+) -> Tensor:  # fmt: skip
+    """Launch over sequences and kv heads; returns the rotated query. `room`: tokens that the cache's buffers hold."""
+    assert cache.position is not None
+    assert cache.frequencies is not None
+    q, rotated = pointers["Q"], torch.empty_like(pointers["Q"])
+    (batch, heads, dim), (kv_heads, value_dim) = q.shape, pointers["V"].shape[-2:]
+    arguments = pointers | dict(ROTATED=rotated, POSITION=cache.position, FREQUENCIES=cache.frequencies) | numbers
+    arguments |= dict(room=room, capacity=cache.capacity or room)
+    sizes = dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim)
+    sizes |= dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
+    # One warp, which waits for no other, where its registers hold a row; else four.
+    tile = Tile(warps=1 if max(dim, value_dim) * q.itemsize <= 256 else 4)
+    launch(kernel, (batch * kv_heads,), arguments, sizes | constants, tile, stage=stage)
+    return rotated
+
+
+def _merge(
+    q: Tensor, parts: Tensor, lse_parts: Tensor, gates: Tensor | None, cache: NSACache | DenseCache, room: int,
+    counts: tuple[int, int, int],
+) -> Tensor:  # fmt: skip
+    """Output [B,HQ,DV] for q [B,HQ,D] from `counts` parts of cmp, win and slc, or of dense attention in cmp's place."""
+    group, value_dim = parts.shape[2:]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    tensors = dict(PARTS=parts, LPARTS=lse_parts, GATES=out if gates is None else gates, OUT=out)
+    arguments = tensors | dict(POSITION=cache.position, capacity=cache.capacity or room)
+    sizes = dict(HQ=q.shape[1], HKV=q.shape[1] // group, DV=value_dim, DVP=padded(value_dim), STEP=_STEP)
+    numbers = dict(zip(("COUNT1", "COUNT2", "COUNT3"), counts, strict=True))
+    constants = sizes | dict(GATED=gates is not None) | numbers
+    tile = Tile(warps=1 if value_dim <= 128 else 4)
+    launch(_decode_merge, (q.shape[0] * q.shape[1],), arguments, constants, tile, stage="decode_merge")
+    return out
 
 
 def _chunks(config: NSAConfig, room: int) -> tuple[int, int, int]:

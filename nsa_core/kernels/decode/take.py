@@ -8,14 +8,8 @@ token every cmp_stride tokens. Tokens beyond the cache's capacity are not stored
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ...cache import DenseCache, NSACache
-from ..runtime.launch import launch
-from ..runtime.tiles import Tile, padded
 
 
 @triton.jit
@@ -128,46 +122,3 @@ def _decode_take_dense(
     x, y = tl.load(K + row * D + d, mask=in_half), tl.load(K + row * D + HALF + d, mask=in_half)
     _store_rotated(x, y, cos, sin, KT + token * D + d, keep, HALF)
     tl.store(VT + token * DV + e, tl.load(V + row * DV + e, mask=in_value), mask=keep_value)
-
-
-def take(q: Tensor, k: Tensor, v: Tensor, cache: NSACache) -> Tensor:
-    """Rotated query [B,HQ,D] of one token, whose keys and values are stored in the cache but not counted.
-
-    A learned compression is left to the caller.
-
-    Args:
-        q: [B,HQ,D].
-        k, v: [B,3,HKV,D] and [B,3,HKV,DV] of the cmp, slc and win branches; unrotated and contiguous, as q.
-    """
-    config, pointers = cache.config, dict(Q=q, K=k, V=v)
-    for name, held in (("C", "cmp"), ("S", "slc"), ("W", "win"), ("O", "open")):
-        pointers |= {f"K{name}": getattr(cache, f"k_{held}").buffer, f"V{name}": getattr(cache, f"v_{held}").buffer}
-    block = dict(BLOCK=config.cmp_block, BLOCK_P=padded(config.cmp_block), STRIDE=config.cmp_stride)
-    constants = block | dict(WINDOW=config.window, MEAN=config.compress == "mean")
-    numbers = dict(cmp_room=cache.k_cmp.buffer.shape[1])
-    return _launch(_decode_take, "decode_take", pointers, numbers, constants, cache, cache.k_slc.buffer.shape[1])
-
-
-def take_dense(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache) -> Tensor:
-    """Rotated query of one token, as `take`, for dense attention: k [B,HKV,D], v [B,HKV,DV]."""
-    pointers = dict(Q=q, K=k, V=v, KT=cache.k.buffer, VT=cache.v.buffer)
-    return _launch(_decode_take_dense, "decode_take_dense", pointers, {}, {}, cache, cache.k.buffer.shape[1])
-
-
-def _launch(
-    kernel: object, stage: str, pointers: dict[str, Tensor], numbers: dict[str, int], constants: dict[str, int],
-    cache: NSACache | DenseCache, room: int,
-) -> Tensor:  # fmt: skip
-    """Launch over sequences and kv heads; returns the rotated query. `room`: tokens that the cache's buffers hold."""
-    assert cache.position is not None
-    assert cache.frequencies is not None
-    q, rotated = pointers["Q"], torch.empty_like(pointers["Q"])
-    (batch, heads, dim), (kv_heads, value_dim) = q.shape, pointers["V"].shape[-2:]
-    arguments = pointers | dict(ROTATED=rotated, POSITION=cache.position, FREQUENCIES=cache.frequencies) | numbers
-    arguments |= dict(room=room, capacity=cache.capacity or room)
-    sizes = dict(HQ=heads, HKV=kv_heads, D=dim, DV=value_dim)
-    sizes |= dict(HP=padded(dim // 2), DVP=padded(value_dim), GP=padded(heads // kv_heads))
-    # One warp, which waits for no other, where its registers hold a row; else four.
-    tile = Tile(warps=1 if max(dim, value_dim) * q.itemsize <= 256 else 4)
-    launch(kernel, (batch * kv_heads,), arguments, sizes | constants, tile, stage=stage)
-    return rotated

@@ -26,8 +26,6 @@ from ...routes import profiled_stage
 from .launch import Launch, handed_to, is_watched, start
 from .tma import Tiled, placed
 
-__all__ = ["kept", "run"]
-
 # Takes settings and tensors, which it only reads. What it does follows from the settings and from the tensors' shapes,
 # dtypes and device: it waits for no value, and calls no operator that autocast changes.
 Function = Callable[..., list[Tensor]]

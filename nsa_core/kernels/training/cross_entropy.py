@@ -18,8 +18,6 @@ from ...loss import IGNORED
 from ..runtime.launch import launch
 from ..runtime.tiles import LOG2_E, Tile, power_of_two
 
-__all__ = ["head_cross_entropy"]
-
 _WIDEST = 8192  # logits of a tile
 
 

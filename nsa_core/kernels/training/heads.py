@@ -17,8 +17,6 @@ from torch.library import custom_op
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div, power_of_two
 
-__all__ = ["split_heads"]
-
 _ROWS = 32  # a program
 
 

@@ -17,8 +17,6 @@ from torch.library import custom_op
 from ..runtime.launch import launch
 from ..runtime.tiles import Tile, ceil_div
 
-__all__ = ["swiglu"]
-
 _PROGRAM = 1024  # outputs a program
 
 

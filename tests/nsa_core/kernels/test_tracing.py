@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from nsa_core._tracing import constant
+from nsa_core._decorators import constant
 from nsa_core.backends import _providers
 
 
