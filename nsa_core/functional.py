@@ -58,8 +58,8 @@ def nsa_attention(
         v_cmp: compressed values [B,Nc,Hkv,Dv] in place of compress(v).
         cu_seqlens: bounds of packed sequences, of which any may be empty.
         max_seqlen: a length that no packed sequence exceeds. The Triton kernels take all sequences at once, without
-            waiting for the device, and use it only to do less in the choice of blocks. Other backends pad the sequences
-            to a batch of that length; without it they compute one by one, and read cu_seqlens on the host.
+            waiting for the device, and use it only to do less in the choice of blocks. Other backends compute one after
+            the other, and read cu_seqlens on the host.
         scale: of q·k, above 0; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: the branches to compute; the others are neither computed nor part of the sum.

@@ -1,10 +1,4 @@
-"""Packed sequences: their bounds, checked without waiting for the device, and computing them by what takes a batch.
-
-The Triton kernels take packed sequences as they are. For other backends a row of the batch is filled up with its
-sequence's own tokens, again from the first on. They change nothing: attention is causal, so no earlier row sees them,
-and they send no gradient, because their own outputs are dropped. They are its own for the sake of NaN, whose gradient
-is NaN even for an output that is dropped.
-"""
+"""Packed sequences: their bounds, checked without waiting for the device, and computing them one by one."""
 
 from __future__ import annotations
 
@@ -79,7 +73,7 @@ def checked_packing(
         torch.ops.aten._assert_async.msg((bounds.diff() <= max_seqlen).all(), f"max_seqlen: {max_seqlen}: {fix}")
     for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)):
         if x is not None:
-            tokens = _compressed_tokens(bounds, config).sum()
+            tokens = compressed_counts(bounds, config).sum()
             if _on_host(tokens):
                 check_tokens(name, x, int(tokens))
             else:
@@ -92,49 +86,25 @@ def compute_packed(
     compute: Callable[[Operands], Tensor], operands: Operands, config: NSAConfig, cu_seqlens: Tensor,
     max_seqlen: int | None,
 ) -> Tensor:  # fmt: skip
-    """Result of `compute`, which takes a batch [B,S,..], for packed operands: [total,..].
+    """Results [total,..] of `compute`, which takes a batch [B,S,..], for each packed sequence by itself.
 
-    With max_seqlen it computes a batch padded to that length, without it one sequence after the other, and reads
-    cu_seqlens on the host. Raises InputError.
+    Reads cu_seqlens on the host. Raises InputError as `checked_packing`.
     """
-    total = len(operands.q)
-    if max_seqlen is None:
-        outputs, spans = [], sequence_spans(cu_seqlens, total)
-        counts = [config.cmp_tokens(end - start) for start, end in spans]
-        for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)):
-            if x is not None:
-                check_tokens(name, x, sum(counts))
-        first = 0
-        for (start, end), count in zip(spans, counts, strict=True):
-            if start < end:
-                tokens, compressed = slice(start, end), slice(first, first + count)
-                one = operands.each(lambda x, at=tokens: x[None, at], lambda x, at=compressed: x[None, at])
-                outputs.append(compute(one)[0])
-                first += count
-        return torch.cat(outputs)
-    bounds, longest = checked_packing(operands, config, cu_seqlens, max_seqlen)
-    starts, lengths = bounds[:-1].long(), bounds.long().diff()
-    counts, most = _compressed_tokens(bounds, config), config.cmp_tokens(longest)
-    first = torch.where(counts > 0, counts.cumsum(0) - counts, total)  # those without one get the zeros at the end
-    batch = operands.each(
-        lambda x: _padded(x, starts, lengths, longest),
-        lambda x: _padded(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), first, counts, most),
-    )
-    tokens = torch.arange(total, device=starts.device)
-    sequence = torch.searchsorted(starts, tokens, right=True) - 1
-    return compute(batch).flatten(0, 1).index_select(0, sequence * longest + tokens - starts[sequence])
+    spans, outputs, first = sequence_spans(cu_seqlens, len(operands.q)), [], 0
+    checked_packing(operands, config, cu_seqlens.cpu(), max_seqlen)
+    for start, end in spans:
+        if start < end:
+            last = first + config.cmp_tokens(end - start)
+            tokens, compressed = slice(start, end), slice(first, last)
+            one = operands.each(lambda x, at=tokens: x[None, at], lambda x, at=compressed: x[None, at])
+            outputs.append(compute(one)[0])
+            first = last
+    return torch.cat(outputs)
 
 
-def _compressed_tokens(bounds: Tensor, config: NSAConfig) -> Tensor:
+def compressed_counts(bounds: Tensor, config: NSAConfig) -> Tensor:
     """Compressed tokens of each sequence, int64 [sequences]."""
     return ((bounds.long().diff() - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)
-
-
-def _padded(x: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Tensor:
-    """Sequences of x [total,..] as rows of a batch [sequences,longest,..], each filled up with its own tokens."""
-    places = torch.arange(longest, device=x.device) % lengths.clamp_min(1)[:, None]
-    at = starts[:, None] + places  # an empty sequence at the end begins behind the last token
-    return x.index_select(0, at.clamp_max(len(x) - 1).flatten()).unflatten(0, at.shape)
 
 
 def _on_host(x: Tensor) -> bool:

@@ -14,8 +14,8 @@ from .._decorators import constant
 from ..errors import BackendError
 from ..packed_sequences import checked_bounds, sequence_spans
 from ..routes import note
-from . import _providers, chunked
-from ._providers import Host
+from . import chunked, flash
+from .flash import Host
 
 _SDPA: Mapping[str, SDPBackend] = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -25,7 +25,7 @@ _SDPA: Mapping[str, SDPBackend] = {
 }
 # "square": rows for all positions. "one row": the last position. "band": a window, or several of the last positions.
 QueryLayout = Literal["square", "one row", "band"]
-KERNELS = ("sdpa-cudnn", "sdpa-flash", *_providers.PROVIDERS)  # names that a caller may give
+KERNELS = ("sdpa-cudnn", "sdpa-flash", *flash.PROVIDERS)  # names that a caller may give
 
 
 def attention(
@@ -52,11 +52,11 @@ def attention(
         layout = "one row"
     if cu_seqlens is not None:
         layout = "square" if kernel in _SDPA else "band"
-    names = _candidates_here(kernel, layout, q.device, q.dtype, _providers.common_width(q, v))
-    if names[0] in _providers.PROVIDERS:
+    names = _candidates_here(kernel, layout, q.device, q.dtype, flash.common_width(q, v))
+    if names[0] in flash.PROVIDERS:
         note("dense", names[0])
         bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, len(q), q.device)
-        return _providers.attend(names[0], q, k, v, scale, window, bounds)
+        return flash.attend(names[0], q, k, v, scale, window, bounds)
     if cu_seqlens is not None:
         spans = sequence_spans(cu_seqlens, len(q))
         singles = ((q[None, a:b], k[None, a:b], v[None, a:b]) for a, b in spans if a < b)
@@ -68,17 +68,17 @@ def attention(
 
 def available_kernels(device: torch.device, dtype: torch.dtype, width: int) -> dict[str, str | None]:
     """Names in KERNELS, each with None if it can run here for tensors on `device`, else with the reason why not."""
-    host = _providers.here(device)
+    host = flash.here(device)
     return {kernel: unusable(kernel, host, dtype, width) for kernel in KERNELS}
 
 
 def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | None:
     """Reason why `kernel` of KERNELS cannot compute head dims up to `width` on `host`; None if none is known."""
     if kernel not in _SDPA:
-        return _providers.unusable(kernel, host, dtype, width)
+        return flash.unusable(kernel, host, dtype, width)
     if host.capability is None:
         return None if kernel == "sdpa-flash" else "it runs on cuda, not on the cpu"
-    return _providers.unusable("torch-varlen", host, dtype, width)  # the same requirements of GPU and dtype
+    return flash.unusable("torch-varlen", host, dtype, width)  # the same requirements of GPU and dtype
 
 
 def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype,
 
 
 _candidates_here = constant(
-    lambda kernel, layout, device, dtype, width: candidates(kernel, layout, _providers.here(device), dtype, width)
+    lambda kernel, layout, device, dtype, width: candidates(kernel, layout, flash.here(device), dtype, width)
 )
 
 
@@ -111,12 +111,11 @@ def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) ->
     For a single row PyTorch's flash kernel comes first: it splits the keys over the GPU, which cuDNN's does not.
     """
     hopper = host.capability is not None and host.capability[0] >= 9
-    ahead = {"band": _providers.PROVIDERS, "square": ("flash-attn-4",) if hopper else ("flash-attn-2",), "one row": ()}
-    provider, _ = _providers.first_usable(ahead[layout], host, dtype, width)
-    if provider is not None:
-        return (provider,)
     if layout == "band":
-        return ("chunked",)
+        return (flash.first_usable(host, dtype, width) or "chunked",)
+    ahead = "flash-attn-4" if hopper else "flash-attn-2"
+    if layout == "square" and flash.unusable(ahead, host, dtype, width) is None:
+        return (ahead,)
     first = ("sdpa-cudnn", "sdpa-flash") if hopper and layout == "square" else ("sdpa-flash", "sdpa-cudnn")
     return (*first, "sdpa-efficient", "sdpa-math")
 
@@ -124,7 +123,7 @@ def _fastest(layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) ->
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, order: tuple[str, ...]) -> Tensor:
     one_row = q.shape[1] == 1
     causal = not one_row  # a plain bool, also where torch.compile traces the length as a symbol
-    value_dim, width = v.shape[-1], _providers.common_width(q, v)
+    value_dim, width = v.shape[-1], flash.common_width(q, v)
     padded = [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]  # pad copies
     q, k, v = (x.transpose(1, 2) for x in padded)
     grouped = q.shape[1] != k.shape[1]

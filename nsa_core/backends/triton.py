@@ -19,6 +19,7 @@ from .._decorators import constant
 from .._inputs import Operands
 from ..config import NSAConfig
 from ..errors import BackendError, InputError
+from ..packed_sequences import compressed_counts
 from ..routes import BRANCHES, Branch, note
 from ._toolchain import triton_problem
 
@@ -170,8 +171,7 @@ def select_packed(operands: Operands, config: NSAConfig, scale: float, bounds: T
 
 def _apart(x: Tensor, cu_seqlens: Tensor, config: NSAConfig, total: int) -> Tensor:
     """Compressed tokens [1,Σ N,..], those of a sequence that begins at token t from t // cmp_stride on; else zeros."""
-    bounds = cu_seqlens.long()
-    counts = (bounds.diff() - config.cmp_block + config.cmp_stride).clamp_min(0) // config.cmp_stride
+    bounds, counts = cu_seqlens.long(), compressed_counts(cu_seqlens, config)
     at = torch.arange(total // config.cmp_stride, device=x.device)
     sequence = torch.searchsorted(bounds[:-1] // config.cmp_stride, at, right=True) - 1
     place = at - bounds[sequence] // config.cmp_stride

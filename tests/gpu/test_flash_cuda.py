@@ -7,7 +7,7 @@ import torch
 
 from jobs.adapters import packages
 from nsa_core import NSAConfig, available_backends, dense_attention, nsa_attention, routes
-from nsa_core.backends import _providers, dense
+from nsa_core.backends import dense, flash
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ HEADS = [(12, 2, 64, 64, BF16), (8, 2, 128, 128, BF16), (4, 4, 96, 64, FP16), (6
 
 
 def usable(names, dtype=BF16, width=64):
-    host = _providers.here(torch.device("cuda"))
+    host = flash.here(torch.device("cuda"))
     return [name for name in names if dense.unusable(name, host, dtype, width) is None]
 
 
@@ -30,10 +30,10 @@ def kernel(request):
     return request.param
 
 
-@pytest.fixture(params=_providers.PROVIDERS)
+@pytest.fixture(params=flash.PROVIDERS)
 def provider(request):
     """A kernel with windows that can run here."""
-    if request.param not in usable(_providers.PROVIDERS):
+    if request.param not in usable(flash.PROVIDERS):
         pytest.skip(f"{request.param} cannot run here")
     return request.param
 
@@ -104,7 +104,7 @@ def test_windows_of_dense_attention(provider, window):
 @pytest.mark.parametrize("window", [1, 512, 5000])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "dtype"), HEADS[:3])
 def test_the_window_branch(provider, window, heads, kv_heads, dim, value_dim, dtype, monkeypatch):
-    monkeypatch.setattr(_providers, "PROVIDERS", (provider,))
+    monkeypatch.setattr(flash, "PROVIDERS", (provider,))
     leaves = operands(1001, heads, kv_heads, dim, value_dim, dtype)
     assert_as_good_as_eager(by("flash", window), leaves, window, provider)
 
@@ -144,9 +144,9 @@ def test_the_fastest_usable_kernel_is_taken():
     hopper = torch.cuda.get_device_capability()[0] >= 9
     ahead, built_in = ("flash-attn-4", "sdpa-cudnn") if hopper else ("flash-attn-2", "sdpa-flash")
     _, kernels = run(dense_attention, leaves)
-    assert kernels == [ahead if ahead in usable(_providers.PROVIDERS) else built_in]
+    assert kernels == [ahead if ahead in usable(flash.PROVIDERS) else built_in]
     _, kernels = run(lambda *qkv: dense_attention(*qkv, window=100), leaves)
-    assert kernels == usable(_providers.PROVIDERS)[:1]
+    assert kernels == usable(flash.PROVIDERS)[:1]
 
 
 def test_inputs_that_no_flash_kernel_takes_fall_back():
@@ -169,7 +169,7 @@ def test_the_window_beside_other_backends(others):
         return run(lambda *x: nsa_attention(*x, NSAConfig(), backend=backend), [q, k, v, gates])
 
     (got, kernels), (want, _) = attend(mixed), attend(others)
-    assert set(kernels) == {others, *usable(_providers.PROVIDERS)[:1]}
+    assert set(kernels) == {others, *usable(flash.PROVIDERS)[:1]}
     assert all(distance(x, y) < 8e-3 for x, y in zip(got, want, strict=True))
 
 

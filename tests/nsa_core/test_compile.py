@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_core import NSAConfig, nsa_attention, routes
+from nsa_core import NSAConfig, routes
 from nsa_core.model import PRESETS, NSATransformer, TokenEmbedding
 
 TINY = replace(PRESETS["tiny"], layers=2)
@@ -64,24 +64,6 @@ def test_branches_by_different_backends_are_one_graph_too() -> None:
     (actual, *_), noted = losses_and_gradients(model, compiled=True)
     assert noted == ran
     torch.testing.assert_close(actual, expected)
-
-
-def test_packed_sequences_with_max_seqlen_are_one_graph() -> None:
-    """Their bounds are checked within the graph."""
-    small = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(90, heads, 16, generator=generator) for heads in (2, 1, 1))
-    gates = torch.rand(90, 2, 3, generator=generator)
-
-    def call(cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return nsa_attention(q, k, v, gates, small, cu_seqlens=cu_seqlens, max_seqlen=46)
-
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    bounds = torch.tensor([0, 3, 43, 44, 90])
-    torch.testing.assert_close(compiled(bounds), call(bounds))
-    with pytest.raises(RuntimeError, match="cu_seqlens: give an int32 tensor that ascends"):
-        compiled(torch.tensor([0, 43, 3, 44, 90]))
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from nsa_core import (
     nsa_attention,
     routes,
 )
-from nsa_core.backends import _providers, chunked, flash
-from nsa_core.backends._providers import Host
+from nsa_core.backends import chunked, flash
+from nsa_core.backends.flash import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
 H200 = (9, 0)
@@ -112,15 +112,15 @@ def asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", _flash_attn_2(asked))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", _flash_attn_4(asked))
     monkeypatch.setattr(varlen, "varlen_attn", _varlen_attn)
-    monkeypatch.setattr(_providers, "here", lambda device: Host(H200, {}))
+    monkeypatch.setattr(flash, "here", lambda device: Host(H200, {}))
     monkeypatch.setattr(flash, "unavailable", lambda device, dtype: None)
     return asked
 
 
-@pytest.fixture(params=_providers.PROVIDERS)
+@pytest.fixture(params=flash.PROVIDERS)
 def provider(request, asked, monkeypatch) -> str:
     """The only kernel available besides scaled_dot_product_attention."""
-    monkeypatch.setattr(_providers, "PROVIDERS", (request.param,))
+    monkeypatch.setattr(flash, "PROVIDERS", (request.param,))
     return request.param
 
 

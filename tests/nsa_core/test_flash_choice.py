@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nsa_core import BackendError
-from nsa_core.backends import _providers, dense
-from nsa_core.backends._providers import Host
+from nsa_core.backends import dense, flash
+from nsa_core.backends.flash import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
 A100, H200, B200 = (8, 0), (9, 0), (10, 0)
-NO_PACKAGES = _providers.lacking({})
+NO_PACKAGES = flash.lacking({})
 HOPPER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
 OTHERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
 
@@ -64,8 +64,8 @@ def test_a_package_that_does_not_load_is_not_taken(monkeypatch):
             return "2.8.3"
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(_providers.metadata, "version", version)
+    monkeypatch.setattr(flash.metadata, "version", version)
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import raises ImportError
-    lacks = _providers._lacking.__wrapped__()
+    lacks = flash._lacking.__wrapped__()
     assert lacks["flash-attn-2"].startswith("flash-attn 2.8.3 does not load: ")
     assert lacks["flash-attn-4"] == "flash-attn-4 is not installed on the GPU host: pip install flash-attn-4"

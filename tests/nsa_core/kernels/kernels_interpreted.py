@@ -158,7 +158,7 @@ def test_nothing_before_t_changes_when_later_tokens_do(make_case, config):
 
 @pytest.mark.parametrize("longest", [None, 40])
 def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest):
-    """In the longest and in the shorter one, whose row of a padded batch is filled up; a third has no block at all."""
+    """In the longest and in the shorter one; a third has no block at all."""
     config = NSAConfig(8, 4, 8, slc_count=4, local_blocks=1, window=12)  # from 32 tokens on there are blocks to choose
     leaves = [x[0].detach() for x in make_case(82, 2, 1).leaves]
     options = {"cu_seqlens": torch.tensor([0, 40, 78, 82, 82]), "max_seqlen": longest}

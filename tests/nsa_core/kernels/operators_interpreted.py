@@ -71,6 +71,19 @@ def test_a_compiled_call_with_keys_of_its_own_for_each_branch_has_the_same_bits(
     assert torch.equal(out, call(*case.leaves))
 
 
+def test_packed_sequences_are_one_graph_which_checks_their_bounds(make_case, config):
+    leaves = [x[0].detach() for x in make_case(70, 2, 1).leaves]
+
+    def call(cu_seqlens):
+        return nsa_attention(*leaves, config, cu_seqlens=cu_seqlens, max_seqlen=46, backend="triton")
+
+    torch.compiler.reset()
+    compiled, bounds = torch.compile(call, fullgraph=True, backend="aot_eager"), torch.tensor([0, 3, 23, 24, 70])
+    assert torch.equal(compiled(bounds), call(bounds))
+    with pytest.raises(RuntimeError, match="cu_seqlens: give an int32 tensor that ascends"):
+        compiled(torch.tensor([0, 23, 3, 24, 70]))
+
+
 def test_gradients_of_some_inputs_alone(make_case, config):
     """Gradients of q, of k, of v and gates, eager and compiled, have the bits of a call that wants all."""
     case = make_case(70, 2, 1)

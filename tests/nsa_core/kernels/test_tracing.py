@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_core._decorators import constant
-from nsa_core.backends import _providers
+from nsa_core.backends import flash
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="its kernels are marked by the compiler")
@@ -42,5 +42,5 @@ def test_pytorchs_window_kernel_is_traced_into_one_graph(left: int | None):
         return lambda *inputs: (torch.zeros(2, 64, 4, 16),)
 
     q, k, v = torch.randn(3, 2, 64, 4, 16, dtype=torch.bfloat16)
-    torch.compile(_providers._torch_varlen, backend=counted, fullgraph=True)(q, k[:, :, :2], v[:, :, :2], 0.25, left)
+    torch.compile(flash._torch_varlen, backend=counted, fullgraph=True)(q, k[:, :, :2], v[:, :, :2], 0.25, left)
     assert calls == [1]
