@@ -2,5 +2,5 @@
 
 - `cases.py`: what is compiled, and the launches of it.
 - `resources.py`: one launch hashed and compiled, and what the kernel takes.
-- `table.py`: what was compiled before, by the hash of a launch's source and constants.
+- `__main__.py`: the command, and the table of what was compiled before, by the hash of a launch's source and constants.
 """

@@ -1,19 +1,20 @@
-"""The check's command line."""
+"""The check's command line, and its table: kernels that did not change are not compiled again."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
-from . import table
-from .cases import CompileCase
-from .resources import SHARED
+from .cases import CASES, CompileCase, launches
+from .resources import SHARED, Usage, compile_for, launch_key
 
 
 def main() -> int:
@@ -25,26 +26,67 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=sorted(SHARED), help="compute capabilities")
     parser.add_argument("--table", type=Path, metavar="CSV", help="take from it what is known, and write it again")
     options = parser.parse_args()
+    cases = [case for case in CASES if case.arch in options.arch]
     if options.heads:
         heads, kv_heads = map(int, options.heads.split("/"))
-        case = CompileCase(heads, kv_heads, options.dim, options.dim, torch.bfloat16)
-        pairs = [(case, arch) for arch in options.arch]
-    else:
-        pairs = [(case, arch) for case, arch in table.ALL if arch in options.arch]
-    known = table.read(options.table) if options.table else {}
+        cases = [CompileCase(arch, heads, kv_heads, options.dim, options.dim, "bf16") for arch in options.arch]
+    known = read(options.table) if options.table else {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        keys = table.wanted(pairs, options.kernel, pool)
+        keys = wanted(cases, pool, options.kernel)
         found = {key: usage for key, usage in known.items() if key in keys}
-        for some in table.compiled({key: pair for key, pair in keys.items() if key not in found}, pool):
+        for some in compiled({key: case for key, case in keys.items() if key not in found}, pool):
             found |= some
             print(*some.values(), sep="\n", flush=True)
             if options.table:
-                table.write(options.table, known | found)
+                write(options.table, known | found)
     if options.table:
-        table.write(options.table, found)
+        write(options.table, found)
     bad = [usage for usage in found.values() if not usage.fits]
     print(f"{len(found)} kernels, {len(bad)} that do not fit", *bad, sep="\n")
     return int(bool(bad))
+
+
+def read(path: Path) -> dict[str, Usage]:
+    """Resources by the launch's key; none where there is no file."""
+    known: dict[str, Usage] = {}
+    for row in csv.DictReader(path.read_text().splitlines() if path.exists() else []):
+        key, texts = row.pop("key"), {name: row.pop(name) for name in ("dtype", "kernel")}
+        serialized = row.pop("serialized") == "True"
+        known[key] = Usage(**texts, serialized=serialized, **{name: int(value) for name, value in row.items()})
+    return known
+
+
+def write(path: Path, known: Mapping[str, Usage]) -> None:
+    """Write resources in the order of devices, cases and kernels."""
+    rows = [{"key": key} | asdict(usage) for key, usage in known.items()]
+    rows.sort(key=lambda row: [row[name] for name in ("arch", "dtype", "dim", "heads", "kernel", "key")])
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def wanted(cases: Sequence[CompileCase], pool: Executor, kernel: str = "") -> dict[str, CompileCase]:
+    """The case of each distinct launch, by its key; of kernels with `kernel` in their names."""
+    found: dict[str, CompileCase] = {}
+    for case, names in zip(cases, pool.map(_names, cases), strict=True):
+        found = {key: case for key, name in names.items() if kernel in name} | found
+    return found
+
+
+def _names(case: CompileCase) -> dict[str, str]:
+    """Kernels' names by the keys of their launches."""
+    return {launch_key(launch, case.arch): launch.kernel.__name__ for launch in launches(case)}
+
+
+def compiled(missing: Mapping[str, CompileCase], pool: Executor) -> Iterator[dict[str, Usage]]:
+    """Resources of launches by their keys, a part of a case after another."""
+    keys = defaultdict[tuple[CompileCase, int], set[str]](set)
+    parts = -(-3 * (os.cpu_count() or 1) // max(1, len(set(missing.values()))))
+    for i, (key, case) in enumerate(missing.items()):
+        keys[case, i % parts].add(key)
+    for done in as_completed([pool.submit(compile_for, case, some) for (case, _), some in keys.items()]):
+        yield done.result()
 
 
 if __name__ == "__main__":

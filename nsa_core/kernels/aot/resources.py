@@ -11,12 +11,13 @@ import subprocess
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -26,15 +27,17 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..runtime.launch import Launch
 from ..runtime.tma import Tiled
-from .cases import DTYPES, CompileCase, launches
+from .cases import CompileCase, launches
 
 _PACKAGE = __package__.rpartition(".")[0]
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TYPES |= {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Resources of a compiled kernel.
+class Usage(CompileCase):
+    """Resources of a kernel compiled for a case.
 
     It fits if it takes no more shared memory than a block may have, spills little, ptxas serialized none of its wgmma
     instructions, and late rescaling votes once for each product.
@@ -48,9 +51,7 @@ class Usage:
             the rows that shared/rescale.py assumes.
     """
 
-    case: CompileCase
     kernel: str
-    arch: int
     shared: int
     registers: int
     spills: int
@@ -63,14 +64,12 @@ class Usage:
     @property
     def fits(self) -> bool:
         # Beyond a head dim of 128 two float32 accumulators fill the registers.
-        spills = 128 if max(self.case.dim, self.case.value_dim) <= 128 else 384
+        spills = 128 if max(self.dim, self.value_dim) <= 128 else 384
         within = self.shared <= SHARED[self.arch] and self.spills <= spills
         return within and not self.serialized and self.votes == self.rescales
 
     def __str__(self) -> str:
-        case = (
-            f"{self.case.heads}/{self.case.kv_heads} d{self.case.dim},{self.case.value_dim} {DTYPES[self.case.dtype]}"
-        )
+        case = f"{self.heads}/{self.kv_heads} d{self.dim},{self.value_dim} {self.dtype}"
         line = f"sm{self.arch} {case:22} {self.kernel:50} shared {self.shared:7} regs {self.registers:4}"
         line += f" spills {self.spills:5}" + f" held {self.held}/{self.products}" * (self.products > 0)
         line += f" rescales {self.rescales}/{self.votes}" * (self.votes + self.rescales > 0)
@@ -86,18 +85,18 @@ def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[l
     return types, {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in tensors}
 
 
-def compile_for(case: CompileCase, arch: int, keys: set[str]) -> dict[str, Usage]:
+def compile_for(case: CompileCase, keys: set[str]) -> dict[str, Usage]:
     """Resources of a case's launches with these keys."""
-    given = {launch_key(launch, arch): launch for launch in launches(case, arch)}
-    return {key: _compile(case, given[key], arch) for key in keys}
+    given = {launch_key(launch, case.arch): launch for launch in launches(case)}
+    return {key: _compile(case, given[key]) for key in keys}
 
 
-def _compile(case: CompileCase, launch: Launch, arch: int) -> Usage:
+def _compile(case: CompileCase, launch: Launch) -> Usage:
     """Resources of one launch, compiled as by Triton's run-time."""
     types, marks = specialized(launch)
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = kind(launch.kernel, types, dict(launch.constants), marks)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.tile.options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=launch.tile.options)
     ptx, tools = compiled.asm["ptx"], Path(str(triton.__file__)).parent / "backends/nvidia/bin"
     text = _output(compiled.asm["cubin"], str(tools / "cuobjdump"), "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)  # registers, and bytes of local memory, a thread
@@ -106,9 +105,8 @@ def _compile(case: CompileCase, launch: Launch, arch: int) -> Usage:
     assembled = _output(ptx.encode(), get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null") if products else ""
     module = launch.kernel.__module__.removeprefix(f"{_PACKAGE}.")
     return Usage(
-        case=case,
+        **asdict(case),
         kernel=f"{module}.{launch.kernel.__name__}",
-        arch=arch,
         shared=compiled.metadata.shared,
         registers=int(found[1]),
         spills=int(found[2]),
@@ -122,9 +120,9 @@ def _compile(case: CompileCase, launch: Launch, arch: int) -> Usage:
 
 def _type(value: object) -> str:
     if isinstance(value, Tiled):
-        return f"tensordesc<{DTYPES[value.x.dtype]}{value.block},{value.layout!r}>"
+        return f"tensordesc<{_TYPES[value.x.dtype]}{value.block},{value.layout!r}>"
     if isinstance(value, Tensor):
-        return f"*{DTYPES[value.dtype]}"
+        return f"*{_TYPES[value.dtype]}"
     return "i32" if isinstance(value, int) else "fp32"
 
 

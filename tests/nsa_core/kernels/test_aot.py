@@ -7,6 +7,7 @@ sample of them is compiled again.
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -16,7 +17,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from nsa_core.kernels.aot.resources import Usage
@@ -56,10 +56,10 @@ def _is_triton(x: Any) -> bool:
 @pytest.fixture(scope="module")
 def usages() -> dict[str, Usage]:
     """Resources by the launch's key, of all that the operator launches today."""
-    from nsa_core.kernels.aot import table
+    from nsa_core.kernels.aot import __main__ as aot
 
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        keys, known = table.wanted(table.ALL, pool=pool), table.read(TABLE)
+        keys, known = aot.wanted(aot.CASES, pool), aot.read(TABLE)
     new, gone = sorted(keys.keys() - known.keys()), sorted(known.keys() - keys.keys())
     assert not new, f"kernels, their constants or Triton changed, {len(new)} launches are new: run `make aot`"
     assert not gone, f"{len(gone)} launches are made no more: run `make aot`"
@@ -79,13 +79,13 @@ def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
 
     Keys are hashes: the lowest are others whenever kernels change.
     """
-    from nsa_core.kernels.aot import table
-    from nsa_core.kernels.aot.cases import CompileCase
+    from nsa_core.kernels.aot import __main__ as aot
 
-    given = table.wanted([(CompileCase(128, 1, 128, 128, torch.bfloat16), 90)], "_selected_backward")
-    given |= {key: (usages[key].case, usages[key].arch) for key in sorted(usages)[:8]}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        return {key: usage for some in table.compiled(given, pool) for key, usage in some.items()}
+        given = aot.wanted([aot.CompileCase(90, 128, 1, 128, 128, "bf16")], pool, "_selected_backward")
+        for key in sorted(usages)[:8]:
+            given[key] = aot.CompileCase(*astuple(usages[key])[:6])
+        return {key: usage for some in aot.compiled(given, pool) for key, usage in some.items()}
 
 
 def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled: dict[str, Usage]) -> None:
@@ -113,7 +113,7 @@ def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.Mo
 
 def test_keys_stay_in_registers_on_hopper(usages: dict[str, Usage]) -> None:
     """At head dim 128 k·q reads its keys from registers, as dv and dk read p and ds; else a fifth of products would."""
-    found = [one for one in usages.values() if one.arch == 90 and one.case.heads == 32 and one.case.kv_heads == 8]
+    found = [one for one in usages.values() if (one.arch, one.heads, one.kv_heads) == (90, 32, 8)]
     shares = [one.held / one.products for one in found if one.kernel.endswith("._span_backward_kv")]
     assert shares
     assert min(shares) >= 0.5
@@ -123,6 +123,6 @@ def test_a_group_of_128_heads_fits_a_block_of_hopper(compiled: dict[str, Usage])
     """A tile holds a whole group: with as many stages as smaller groups have, it took 314,368 bytes."""
     from nsa_core.kernels.aot.resources import SHARED
 
-    shared = [one.shared for one in compiled.values() if one.case.heads == 128 and one.case.kv_heads == 1]
+    shared = [one.shared for one in compiled.values() if (one.heads, one.kv_heads) == (128, 1)]
     assert shared
     assert max(shared) <= SHARED[90]
