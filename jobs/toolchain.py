@@ -26,12 +26,10 @@ from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingSpec
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.process import messages
-from jobs.process.child import Child
+from jobs.process.child import Channel, Child, DeadlineWatch
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Measured, MeasurePoint
 from jobs.process.reporter import ProcessReporter
-from jobs.process.watch import DeadlineWatch
-from jobs.process.worker import Channel
 from jobs.schema.point import STARTING, Beat, EndedPoint, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from jobs.schema.states import PointState
@@ -188,7 +186,7 @@ def run_under(case: Case, number: int, name: str, folder: Path, beat: Beat) -> M
             for event in events:
                 if isinstance(event, messages.Beat):
                     beat(f"{name}: {event.phase}", event.done, event.total)
-        if ended.result is not None:
+        if isinstance(ended.result, Measured):
             return ended.result.measurement
         print(f"{name}:\n{child.tail()}", file=sys.stderr)
     finally:

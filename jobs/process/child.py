@@ -1,25 +1,70 @@
-"""The parent's handle on a process (jobs.process.worker): start, send, receive, kill its tree."""
+"""A process that answers commands, from both sides: the parent's handle on it, with deadlines, and its own main.
+
+`python -m jobs.process.child EVENTS_FD MODULE:FUNCTION` reads commands from stdin and writes events to the pipe
+EVENTS_FD (jobs.process.messages); FUNCTION is called with each command and the process's Channel, and returns the last
+event of its answer. The process ends with its parent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import math
 import os
+import queue
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from jobs.process import compiler_cache, temporary
-from jobs.process.messages import Command, File, Inbox, encode
-from jobs.process.post_mortem import tail
+from jobs.process import compiler_cache, stacks, temporary
+from jobs.process.messages import (
+    Beat,
+    Command,
+    Event,
+    Explain,
+    Explanation,
+    Failure,
+    File,
+    Inbox,
+    Measured,
+    Message,
+    Outbox,
+    ProbedMachine,
+    decode,
+    encode,
+)
+from jobs.process.post_mortem import describe_exit, oom_kills, tail
+from jobs.schema.plain_text import shortened
+from jobs.schema.point import STARTING, WAITING, Interrupted
+from jobs.schema.states import PointState
 
 SOURCES = Path(__file__).resolve().parents[2]
+POLL_S = 0.2
 _PACKAGES = ("nsa_core", "jobs", "orchestrator")  # that a process imports
 _REAP_S = 30.0
+_LOW_MEMORY = 0.02  # share of the host's memory: below it, a SIGKILL not sent by us is one for want of memory
+_REASON = 2_000  # characters
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "DefaultCPUAllocator: not enough memory",
+    "allocate memory",  # of PyTorch's allocator on a CPU
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 class Child:
@@ -29,7 +74,7 @@ class Child:
         """Start the process. Raises OSError: the interpreter cannot be started.
 
         Args:
-            answer: "module:name" of the function that answers its commands (jobs.process.worker).
+            answer: "module:name" of the function that answers its commands.
             env: environment variables to set, after those of this process; a value of None unsets one.
             python: path of its interpreter, which has packages of its own; None: this process's.
         """
@@ -45,7 +90,7 @@ class Child:
         try:
             with open(self.folder / "stdout", "wb") as out, open(self.folder / "stderr", "wb") as err:
                 self._process = subprocess.Popen(
-                    [python or sys.executable, "-m", "jobs.process.worker", str(writing), answer],
+                    [python or sys.executable, "-m", "jobs.process.child", str(writing), answer],
                     stdin=subprocess.PIPE,
                     stdout=out,
                     stderr=err,
@@ -151,3 +196,193 @@ def _search_path(folder: Path, *, another: bool) -> dict[str, str | None]:
     if SOURCES.name not in ("site-packages", "dist-packages"):  # which must not precede the standard library
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
     return variables
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a command. After a HANG or TIMEOUT the process still runs, to be examined and killed."""
+
+    state: PointState
+    reason: str | None = None  # why it is not ok, in one line
+    result: Measured | ProbedMachine | None = None  # None unless it is ok
+    files: tuple[File, ...] = ()  # of the result, or of what explains a failure
+
+
+@dataclass
+class DeadlineWatch:
+    """Follows a command from when it is sent."""
+
+    child: Child
+    startup_s: float = math.inf  # until the first sign of progress
+    heartbeat_s: float = math.inf  # between two signs
+    whole_s: float = math.inf  # for the whole command
+    phase: str = ""  # of the last progress
+    _start: float = field(default_factory=time.monotonic)
+    _last_beat: float | None = None
+    _kills: int = field(default_factory=lambda: oom_kills())
+    _low_memory: bool = False
+
+    def step(self) -> tuple[list[Message], Ended | None]:
+        """New events, and the end once there is one; waits POLL_S at most."""
+        alive = self.child.alive()  # asked before reading: events of a process that dies now are still read
+        events = self.child.inbox.receive(POLL_S if alive else 0)
+        for number, event in enumerate(events):
+            match event:
+                case Beat(phase=phase):
+                    now = time.monotonic()
+                    if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
+                        self._start += now - self._last_beat  # the point's deadline does not run
+                    self._last_beat, self.phase = now, phase
+                case Measured(files=files):
+                    return events[:number], Ended(PointState.OK, None, event, files)
+                case ProbedMachine():
+                    return events[:number], Ended(PointState.OK, None, event)
+                case Failure(state, reason, files):
+                    return events[:number], Ended(state, reason, None, files)
+        if alive:
+            memory = psutil.virtual_memory()
+            self._low_memory = memory.available < _LOW_MEMORY * memory.total
+            return events, self._overdue()
+        if events:  # there may be more
+            return events, None
+        code = self.child.kill()
+        if code == -signal.SIGKILL and (self._low_memory or oom_kills() > self._kills):  # not sent by us
+            return [], Ended(PointState.OOM, f"{describe_exit(code)} by the kernel, which was out of memory")
+        return [], Ended(PointState.CRASH, describe_exit(code))
+
+    def _overdue(self) -> Ended | None:
+        now = time.monotonic()
+        silent = now - (self._start if self._last_beat is None else self._last_beat)
+        starts = self._last_beat is None or self.phase == STARTING or self.phase.startswith(WAITING)
+        last = "before its first progress" if self._last_beat is None else f"(last in phase {self.phase!r})"
+        if starts and silent > self.startup_s:
+            return Ended(PointState.HANG, f"no progress within the {self.startup_s:g} s for start-up")
+        if not starts and silent > self.heartbeat_s:
+            return Ended(PointState.HANG, f"no progress for {self.heartbeat_s:g} s {last}")
+        if now - self._start > self.whole_s:
+            return Ended(PointState.TIMEOUT, f"not done after {self.whole_s:g} s {last}")
+        return None
+
+
+class Channel(Outbox):
+    """The pipe to the parent."""
+
+    # Files that explain the running work, text by name; called by the thread that reads commands.
+    explain: Callable[[], Mapping[str, str]] = dict
+
+
+def main(argv: list[str]) -> None:
+    channel = Channel(int(argv[1]))
+    os.set_inheritable(channel.fd, False)
+    end_with_parent()
+    _end_group_with_this()
+    stacks.offer()  # for where py-spy may not attach
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()
+    module, _, name = argv[2].partition(":")
+    answer: Callable[[Command, Channel], Event] = getattr(importlib.import_module(module), name)
+    while True:
+        command = commands.get()
+        try:
+            event = answer(command, channel)
+        except Exception as err:
+            event = failure(err)
+        channel.send(event)
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():  # release memory before a warm process's next point
+            with contextlib.suppress(Exception):  # a failed kernel broke the context; the parent discards this process
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, also if this one is stuck or stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _end_group_with_this() -> None:
+    """Have the process group killed when this process ends, however it does, and adopt orphans of its descendants.
+
+    A shell whose stdin ends with this process does it: what a point starts itself would live on.
+    """
+    if os.getpgrp() != os.getpid():  # started by hand: never kill a terminal's group
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
+    reading, writing = os.pipe()
+    command = ["/bin/sh", "-c", "read _; kill -9 0"]
+    subprocess.Popen(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(reading)
+    os.register_at_fork(after_in_child=lambda: os.close(writing))
+
+
+def _read(commands: queue.SimpleQueue[Command], channel: Channel) -> None:
+    """Queue the parent's commands, from a descriptor that subprocesses do not inherit; end at their end."""
+    source = os.fdopen(os.dup(0), "rb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for line in source:
+        command = decode(line)
+        if not isinstance(command, Explain):
+            commands.put(command)  # pyright: ignore[reportArgumentType] - a parent sends nothing else
+            continue
+        try:
+            files = channel.explain()
+        except Exception as err:
+            files = {"stacks-of-ranks.txt": f"not found: {type(err).__name__}: {err}"}
+        channel.send(Explanation(write_files(files)))
+    os._exit(1)
+
+
+def failure(err: Exception) -> Failure:
+    """An exception as a Failure: its traceback and CUDA's memory are files."""
+    state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
+    state = PointState.CANCELLED if isinstance(err, Interrupted) else state
+    text = str(err).strip().split("\n")[0]  # its file has the whole text
+    if fix := compiler_cache.lost_file(err):
+        state, text = PointState.LOST, fix  # handed out again
+    reason = f"{type(err).__name__}: {shortened(text, _REASON)}" if text else type(err).__name__
+    reason = reason.encode(errors="backslashreplace").decode()  # a journal takes no lone surrogates
+    files = {"traceback.txt": "".join(traceback.format_exception(err))}
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # must not replace the failure that it explains
+        if torch is not None and torch.cuda.is_initialized():
+            files["memory_summary.txt"] = torch.cuda.memory_summary()
+            files["memory_stats.json"] = json.dumps(torch.cuda.memory_stats(), indent=1)
+    return Failure(state, reason, write_files(files))
+
+
+def ran_out_of_memory(err: BaseException) -> bool:
+    """Whether an exception, or one in its chain of causes, means that memory ran out."""
+    cause: BaseException | None = err
+    while cause is not None:
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # PyTorch's on a GPU
+            return True
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]:
+    """Files for the parent to keep; texts are written to temporary ones, under names made here."""
+    written: list[File] = []
+    for name, content in files.items():
+        if isinstance(content, os.PathLike):
+            written.append(File(name, os.path.abspath(os.fsdecode(content))))
+            continue
+        try:
+            handle, path = tempfile.mkstemp(prefix="file-")
+            with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
+                out.write(content)
+            written.append(File(name, path))
+        except OSError as err:
+            written.append(File(name, "", f"its text could not be written: {err}"))
+    return tuple(written)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

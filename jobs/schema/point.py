@@ -1,4 +1,4 @@
-"""Points, their measurements, and the machine that they run on.
+"""Points, their measurements, the machine that they run on, and what a job is given there: its reporter, its ranks.
 
 All of it survives JSON: points are sent to other hosts, results are stored in journals.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from jobs.schema.axes import Axes
-from jobs.schema.launcher import Launcher
 from jobs.schema.quantities import Quantity
 from jobs.schema.states import PointState
 
 Device = Literal["cpu", "cuda"]
+T = TypeVar("T")
 
 WAITING = "waiting for "  # begins the phases in which a point waits for room: its deadlines count from their end
 STARTING = "start"  # phase in which processes of a point start: silence in it is judged as that before a first beat
@@ -138,6 +139,53 @@ class Measurement:
     # Files to keep, by plain name (letters, digits, "._-"): a text, or the Path of a file of any size, best in a
     # temporary folder, which is removed with the point's process.
     files: Mapping[str, str | Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several ranks, as its own process gets it once all have formed torch.distributed's process group."""
+
+    number: int  # from 0
+    device: str  # PyTorch's name of its device
+    post: Callable[[Any], None]  # sends a message, plain data, to the process that started the ranks
+    stop: threading.Event  # set when the ranks are to end
+    folder: Path  # for files that explain a stall; made by who writes one
+
+
+@dataclass(eq=False)
+class RanksEnded(Exception):  # noqa: N818  (an event)
+    """Not every rank returned a result; all have ended."""
+
+    died: Mapping[int, str]  # ends of ranks whose process died ("was killed by SIGKILL"), the first one first
+    tails: Mapping[int, str]  # last lines that a rank wrote to stderr
+    out_of_memory: Collection[int] = ()  # those among `died` that were killed because memory ran out
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a point, on one host or several."""
+
+    name: ClassVar[str]  # for the point's environment
+
+    def run(
+        self,
+        ranks: int,
+        device: str,
+        main: Callable[[Rank], T],
+        note: Callable[[Any], None],
+        tell: Callable[[str], None],
+        stop: threading.Event,
+    ) -> list[T]:
+        """Run `main`, which can be pickled, as each rank, and return the results by rank.
+
+        Args:
+            note: called with each message of a rank.
+            tell: called about once a second, with the reason, while the ranks wait to be started.
+            stop: once set, the ranks are asked to end.
+
+        Raises:
+            RanksEnded: a rank raised an exception or died, or the ranks were to end before they had begun.
+        """
+        ...
 
 
 @dataclass(frozen=True)

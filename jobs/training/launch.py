@@ -30,8 +30,7 @@ from jobs.process.messages import Beat as RankBeat
 from jobs.process.messages import Inbox, Message, Note, RankFailure, RankProcess, Samples, Warned
 from jobs.process.post_mortem import describe_exit, oom_kills, tail
 from jobs.process.reporter import CHECKPOINT
-from jobs.schema.launcher import Rank, RanksEnded
-from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Surroundings, reporter
+from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Rank, RanksEnded, Surroundings, reporter
 from jobs.training.case import TextCase
 from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
 from jobs.training.data.corpus import DataError
@@ -194,7 +193,7 @@ class RankWatch:
 
 
 class ElasticLauncher:
-    """A jobs.schema.launcher.Launcher: ranks are children of this process, on its GPUs or its CPU cores."""
+    """A jobs.schema.point.Launcher: ranks are children of this process, on its GPUs or its CPU cores."""
 
     name = "elastic"
 
@@ -207,7 +206,7 @@ class ElasticLauncher:
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> list[T]:
-        """As jobs.schema.launcher.Launcher. Ranks that do not end within a minute of `stop` are killed."""
+        """As jobs.schema.point.Launcher. Ranks that do not end within a minute of `stop` are killed."""
         files = Path(tempfile.gettempdir()) / FAILURE_FILES
         shutil.rmtree(files, ignore_errors=True)  # of an earlier point of this process
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the exception reports failures

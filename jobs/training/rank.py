@@ -26,11 +26,10 @@ from jobs.hardware.topology import Topology, topology
 from jobs.measure.check import Agreement, check_attention
 from jobs.measure.memory import Peak, measure_peak
 from jobs.process import stacks
+from jobs.process.child import end_with_parent
 from jobs.process.messages import LONGEST_TEXT, Outbox, RankFailure, RankProcess
 from jobs.process.reporter import ProcessReporter
-from jobs.process.worker import end_with_parent
-from jobs.schema.launcher import Rank
-from jobs.schema.point import Beat, Metric, Surroundings
+from jobs.schema.point import Beat, Metric, Rank, Surroundings
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.training.case import TextCase
 from jobs.training.checkpoints.folder import CheckpointReport

@@ -10,11 +10,14 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from orchestrator.background import in_background
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source, point_index
-from orchestrator.messages import Assignment
 from orchestrator.store.records import ArtifactData, ArtifactRecord, EventRecord
+
+if TYPE_CHECKING:
+    from orchestrator.execute.supervisor import Assignment
 
 STALL_S = 60.0
 """Seconds without a copied piece after which the files that wait for the store are given up."""
@@ -59,7 +62,7 @@ class ArtifactCopies(AbstractContextManager["ArtifactCopies"]):
                 self._copy = None
                 self._pending.popleft()
                 try:
-                    yield ArtifactRecord(**of_attempt.ids, attempt=of_attempt.attempt, artifact=copy.result())
+                    yield ArtifactRecord(**of_attempt.ids, artifact=copy.result())
                 except ArtifactError as err:
                     yield of_attempt.warning(f"file not kept: {err}")
                 except Exception as err:  # it must not cost the other files

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
 from jobs.process.messages import Samples
 from jobs.process.reporter import CHECKPOINT, interval
-from orchestrator.messages import Assignment, Series
 from orchestrator.store.records import SeriesRecord
 
 LEAST_PIECE_S = 2.0
@@ -22,11 +22,11 @@ _PACE_STEP_S = 1.0
 class LiveSeries:
     """Collects the samples of one attempt, its own and the telemetry's, into pieces of two seconds or more.
 
-    The readings of `meter` are thinned as the measurement's samples are.
+    `ids` are the fields of the attempt's records. The readings of `meter` are thinned as the measurement's samples are.
     """
 
-    def __init__(self, assignment: Assignment, meter: Telemetry | ProcessUsage) -> None:
-        self._assignment, self._meter = assignment, meter
+    def __init__(self, ids: Mapping[str, Any], meter: Telemetry | ProcessUsage) -> None:
+        self._ids, self._meter = ids, meter
         # By rank, name and unit: step, time and value.
         self._samples: dict[tuple[int, str, str], list[tuple[int, float, float]]] = defaultdict(list)
         self._begun = self._passed_on = self._read = time.monotonic()
@@ -42,23 +42,23 @@ class LiveSeries:
             self._read_meter()
             self._meter.follow(pids)
 
-    def due(self, *, ended: bool = False) -> Series | None:
-        """The samples since the last piece, once that is long enough ago or the attempt has `ended`; None if none."""
+    def due(self, *, ended: bool = False) -> tuple[SeriesRecord, ...]:
+        """The samples since the last piece, once that is long enough ago or the attempt has `ended`."""
         clock = time.monotonic()
         if ended or clock - self._read >= interval(clock - self._begun):
             self._read = clock
             self._read_meter()
         if not ended and clock - self._passed_on < max(LEAST_PIECE_S, (clock - self._begun) / _MOST_PIECES):
-            return None
+            return ()
         self._passed_on = clock
         records = []
         for (rank, name, unit), samples in self._samples.items():
             steps, times, values = zip(*samples, strict=True)
             series = {"rank": rank, "name": name, "unit": unit, "steps": steps, "values": values}
             series["times"] = tuple(round(at, 3) for at in times)
-            records.append(SeriesRecord(**self._assignment.ids, attempt=self._assignment.attempt, **series))
+            records.append(SeriesRecord(**self._ids, **series))
         self._samples.clear()
-        return Series(tuple(records)) if records else None
+        return tuple(records)
 
     def _read_meter(self) -> None:
         for reading in self._meter.readings():

@@ -1,4 +1,4 @@
-"""The process that a point is measured in: answers the commands of its supervisor (jobs.process.worker)."""
+"""The process that a point is measured in: answers the commands of its supervisor (jobs.process.child)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.hardware import variables
+from jobs.process.child import Channel, write_files
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import Command, Environment, Event, Measured, MeasurePoint, Probe, ProbedMachine
 from jobs.process.reporter import ProcessReporter
-from jobs.process.worker import Channel, write_files
 from jobs.schema.point import Interrupted, Measurement, Surroundings
 from jobs.schema.quantities import Quantities
 from jobs.specs.kinds import kind_module

@@ -20,8 +20,9 @@ from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
+from orchestrator.execute.requirements import Requirements
 from orchestrator.execute.room import Share, card_types, gpus_per_point
-from orchestrator.messages import Assignment, BatchEnded, Conditions, Requirements, Update
+from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
 

@@ -24,8 +24,7 @@ from jobs.hardware.telemetry import Sample, summarise_samples
 from jobs.process import stacks
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
-from jobs.schema.launcher import Rank, RanksEnded
-from jobs.schema.point import Measurement
+from jobs.schema.point import Measurement, Rank, RanksEnded
 from jobs.training.rank import TIMEOUT, missing_variables
 from orchestrator.background import in_background
 from orchestrator.execute.ray_connection import in_brief
@@ -55,7 +54,7 @@ _TRAIN = {  # of Ray Train, read by this process and its controller
 
 
 class RayLauncher:
-    """As jobs.schema.launcher.Launcher; `cluster` has the resources of each rank.
+    """As jobs.schema.point.Launcher; `cluster` has the resources of each rank.
 
     `send` gets the point's environment, from its first rank, and samples of the ranks' hardware.
     """
@@ -75,7 +74,7 @@ class RayLauncher:
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> list[T]:
-        """As jobs.schema.launcher.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
+        """As jobs.schema.point.Launcher. Ranks that were asked to end have no time limit but the point's deadlines.
 
         Raises RuntimeError: Ray Train could not start the ranks, or failed itself.
         """

@@ -24,8 +24,7 @@ from jobs.hardware.telemetry import ProcessUsage, Sample, Telemetry, stop_all
 from jobs.process import stacks, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
-from jobs.schema.launcher import Rank
-from jobs.schema.point import Device, Reading
+from jobs.schema.point import Device, Rank, Reading
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.point import describe
 
@@ -42,7 +41,7 @@ class Placed:
     host: str
     pid: int
     gpu: str | None  # NVML's id; None on a CPU
-    folder: str  # as jobs.schema.launcher.Rank
+    folder: str  # as jobs.schema.point.Rank
     environment: Mapping[str, Any]  # of the point, from its first rank; {} of the others
 
 
@@ -70,7 +69,7 @@ class RankRaised(RuntimeError):  # noqa: N818  (an event)
 class Work:
     """The work of each rank."""
 
-    main: Callable[[Rank], Any]  # as jobs.schema.launcher.Launcher.run
+    main: Callable[[Rank], Any]  # as jobs.schema.point.Launcher.run
     mailbox: Any  # handle of the Mailbox
     device: Device
     memory_bytes: int | None  # as jobs.process.memory_limit

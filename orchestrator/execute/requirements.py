@@ -5,25 +5,43 @@ from __future__ import annotations
 import os
 import re
 import socket
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from jobs.hardware import variables
-from jobs.process.child import Child
-from jobs.process.messages import Failure, Probe, ProbedMachine
-from jobs.process.post_mortem import describe_exit
-from jobs.process.watch import POLL_S
+from jobs.process.child import Child, DeadlineWatch
+from jobs.process.messages import Probe, ProbedMachine
 from jobs.schema.point import Machine
-from jobs.specs.spec import env_text
+from jobs.schema.states import PointState
+from jobs.specs.kinds import kind_module
+from jobs.specs.spec import JobSpec, env_text
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import ANSWER, process_variables
-from orchestrator.messages import Requirements
 
 _NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _PROBE_S = 300.0
 _LACKS = re.compile(r"No module named '([^'.]+)")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Requirements of a spec's points, to be checked where they will run."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    kind: str
+    envs: Sequence[Mapping[str, str]]  # the environments of the points
+    pythons: Sequence[str | None]  # paths of their interpreters; None: this process's own
+    paths: Mapping[str, str]  # files and folders that they read, by the spec's field; relative to the working directory
+    gpus: float | None  # of a point; None: one on a CUDA device
+    versioned: bool = False  # whether the kind has versions of its own to look for
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Requirements:
+        paths = {field: str(path) for field, path in spec.paths().items()}
+        versioned = hasattr(kind_module(spec.kind), "versions")
+        return cls(spec.device, spec.kind, spec.env, spec.python, paths, spec.resources.num_gpus, versioned)
 
 
 def missing(required: Requirements) -> list[str]:
@@ -105,19 +123,13 @@ def _probe(
         raise UserError(str(err)) from None
     try:
         child.send(Probe(required.device, kind, tuple(names), required.gpus))
-        deadline = time.monotonic() + _PROBE_S
-        while time.monotonic() < deadline:
-            alive = child.alive()
-            for event in child.inbox.receive(POLL_S):
-                match event:
-                    case ProbedMachine():
-                        return event
-                    case Failure(reason=reason):
-                        raise UserError(reason.removeprefix("ValueError: "))
-            if not alive:
-                lines = [describe_exit(child.kill()), *child.tail().strip().splitlines()]
-                raise UserError(lines[-1])
-        raise UserError(f"no answer within {_PROBE_S:.0f} s")
+        watch, ended = DeadlineWatch(child, startup_s=_PROBE_S), None
+        while ended is None:
+            _, ended = watch.step()
+        if isinstance(ended.result, ProbedMachine):
+            return ended.result
+        said = child.tail().strip().splitlines() if ended.state is PointState.CRASH else []
+        raise UserError([str(ended.reason).removeprefix("ValueError: "), *said][-1])
     finally:
         child.discard()
 

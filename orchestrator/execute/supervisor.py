@@ -1,7 +1,9 @@
 """The parent's side of one worker slot: its processes, its GPUs, and the points that they measure.
 
-`supervise` is a generator of updates; it runs in a thread of the driver or inside a Ray task. It needs neither the
-driver's disk nor its database: outcomes travel in the updates, and files go from here to the artifact store.
+`supervise` gets `Assignment`s under `Conditions` and yields `Update`s: a point's outcome first, then a record for each
+of its files, or an event where a file could not be kept. It runs in a thread of the driver or inside a Ray task and
+needs neither the driver's disk nor its database: all that it gets and yields can be pickled, and files go from here to
+the artifact store.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
 from jobs.process import post_mortem, stacks
-from jobs.process.child import Child
+from jobs.process.child import POLL_S, Child, DeadlineWatch, Ended
 from jobs.process.messages import (
     Beat,
     Cluster,
@@ -36,15 +38,23 @@ from jobs.process.messages import (
     Warned,
 )
 from jobs.process.reporter import BeatFilter
-from jobs.process.watch import POLL_S, DeadlineWatch, Ended
-from jobs.schema.point import FAILURE_FILES, Point
+from jobs.schema.point import FAILURE_FILES, Device, Point
 from jobs.schema.states import PointState
+from jobs.specs.spec import Deadlines
 from orchestrator.execute.artifact_copies import ArtifactCopies
 from orchestrator.execute.artifacts import Source, point_index
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
-from orchestrator.messages import Assignment, Conditions, Progress, Update
-from orchestrator.store.records import MetricData, OutcomeRecord, StartRecord, now
+from orchestrator.store.records import (
+    ArtifactRecord,
+    EventRecord,
+    MetricData,
+    OutcomeRecord,
+    Progress,
+    SeriesRecord,
+    StartRecord,
+    now,
+)
 
 EXPLAIN_S = stacks.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
@@ -53,6 +63,52 @@ ANSWER = "orchestrator.execute.point:answer"
 """The function that answers the commands of a point's process, as module:name."""
 
 _PROGRESS_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A point to be measured."""
+
+    run_id: str
+    point_id: str
+    attempt: int  # its number, from 1
+    point: Point
+    key: str = ""
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """Fields of the records of this attempt."""
+        return {"run_id": self.run_id, "point_id": self.point_id, "attempt": self.attempt}
+
+    def warning(self, message: str) -> EventRecord:
+        """The record of something that does not end the point."""
+        return EventRecord(run_id=self.run_id, point_id=self.point_id, level="warning", message=message)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions shared by all points of a run."""
+
+    device: Device  # of the points
+    deadlines: Deadlines
+    memory_bytes: int | None = None  # limit of a point's memory beyond its start; None: no limit
+    threads: int = 1  # of a child's CPU
+    warm: bool = False  # one child serves many points, until one is not ok or the next needs another environment
+    settings: tuple[str, ...] = ()  # environment variables whose effective values are read back in each child
+    card: str | None = None  # name of the GPU that the points are planned for; another one's are not measured
+    store: str | None = None  # URL of the artifact store; None: no file is kept
+    grace_s: float = 0.0  # that a point has to end by itself when the run is cancelled; 0: it is killed at once
+
+
+Update = StartRecord | Progress | tuple[SeriesRecord, ...] | OutcomeRecord | ArtifactRecord | EventRecord
+
+
+@dataclass(frozen=True)
+class BatchEnded:
+    """A batch of points will send no more updates."""
+
+    state: PointState | None = None  # None if its supervisor finished, else that of its unfinished point
+    reason: str | None = None  # why the supervisor did not finish
 
 
 def supervise(
@@ -75,7 +131,7 @@ def supervise(
         for assignment in assignments:
             if stopped():
                 return
-            yield StartRecord(**assignment.ids, attempt=assignment.attempt, node=socket.gethostname())
+            yield StartRecord(**assignment.ids, node=socket.gethostname())
             if (problem := slot.gpus.misfit(conditions.card)) is not None:
                 yield _outcome(assignment, PointState.ERROR, problem)
                 continue
@@ -182,7 +238,9 @@ class _Attempt:
         self._assignment, self._conditions = assignment, conditions
         self._telemetry = Telemetry(gpu_ids)
         here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
-        self._live = LiveSeries(assignment, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry)
+        self._live = LiveSeries(
+            assignment.ids, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry
+        )
         self._pace = Pace()
         self._filter = BeatFilter(_PROGRESS_INTERVAL_S)
         self._environment: dict[str, Any] = {}
@@ -201,7 +259,7 @@ class _Attempt:
                 for event in events:
                     yield from self._take(event)
                 yield from self._copies.records()
-                if (piece := self._live.due()) is not None:
+                if piece := self._live.due():
                     yield piece
                 if ended is None and stopped():
                     return None
@@ -214,7 +272,7 @@ class _Attempt:
         assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
-        if (piece := self._live.due(ended=True)) is not None:
+        if piece := self._live.due(ended=True):
             yield piece
         if self._cluster is None and self._conditions.device == "cuda":
             self.files.insert(0, Source("telemetry.txt", sampled.text))
@@ -249,8 +307,8 @@ class _Attempt:
             case Beat(phase, done, total):
                 done, total, rate = self._pace.note(phase, done, total)
                 if self._filter.passes(phase):
-                    ids = self._assignment.ids
-                    yield Progress(**ids, at=now(), phase=phase, done=done, total=total, rate=rate)
+                    of = self._assignment
+                    yield Progress(of.run_id, of.point_id, now(), phase, done, total, rate)
             case Samples():
                 self._live.take(event)
             case RanksStarted(pids):
@@ -302,7 +360,4 @@ class _Attempt:
 def _outcome(
     assignment: Assignment, state: PointState, reason: str | None, started_at: datetime | None = None, **results: Any
 ) -> OutcomeRecord:
-    started_at = started_at or now()
-    return OutcomeRecord(
-        **assignment.ids, attempt=assignment.attempt, state=state, reason=reason, started_at=started_at, **results
-    )
+    return OutcomeRecord(**assignment.ids, state=state, reason=reason, started_at=started_at or now(), **results)

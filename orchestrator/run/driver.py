@@ -33,11 +33,10 @@ from orchestrator.report.table import Table
 from orchestrator.run import plan, resume
 from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
-from orchestrator.run.recorder import STOP_S, TIMEOUT_S, Recorder
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.settings import Settings
 from orchestrator.store import Store
-from orchestrator.store.journal import NAME, Journal, JournalFull
+from orchestrator.store.journal import NAME, STOP_S, TIMEOUT_S, Journal, JournalFull, Recorder
 from orchestrator.store.records import EventRecord, PointRecord
 
 OK, FAILURE, BAD_INPUT, CANCELLED = 0, 1, 2, 130

@@ -24,7 +24,8 @@ from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, check_url
 from orchestrator.errors import UserError
 from orchestrator.execute import requirements
-from orchestrator.messages import GRACE_S, Conditions, Requirements
+from orchestrator.execute.requirements import Requirements
+from orchestrator.execute.supervisor import Conditions
 from orchestrator.run import plan, resume
 from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
@@ -33,6 +34,7 @@ from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRec
 from orchestrator.terminal import say
 
 _ASSUMED_GPU_BYTES = 80 << 30
+_GRACE_S = 30.0  # that a point which keeps checkpoints has to save one before it is killed
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80  # of a spec's name
 
@@ -69,7 +71,7 @@ class Order:
             settings=tuple(spec.settings),
             card=machine.name if machine.device == "cuda" else None,
             store=self.settings.artifact_store_url,
-            grace_s=GRACE_S if spec.recovery.keeps else 0.0,
+            grace_s=_GRACE_S if spec.recovery.keeps else 0.0,
         )
 
 

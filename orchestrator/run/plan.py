@@ -13,7 +13,7 @@ from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import FAILED, PointState
 from orchestrator import provenance
 from orchestrator.errors import UserError
-from orchestrator.messages import Assignment
+from orchestrator.execute.supervisor import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
 from orchestrator.store.records import (

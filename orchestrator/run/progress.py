@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
-from orchestrator.messages import Progress as Sign
 from orchestrator.store.records import EventRecord, OutcomeRecord, StartRecord
+from orchestrator.store.records import Progress as Sign
 from orchestrator.terminal import PlainConsole
 
 _STYLE = {PointState.OK: "green", PointState.CANCELLED: "yellow"}

@@ -13,14 +13,15 @@ from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import ExecutorGone
-from orchestrator.messages import Assignment, BatchEnded, Conditions, Progress, Series, Update
+from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
 from orchestrator.run.plan import Plan, fails
 from orchestrator.run.progress import Watcher
-from orchestrator.run.recorder import Recorder
+from orchestrator.store.journal import Recorder
 from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
     OutcomeRecord,
+    Progress,
     RunEndRecord,
     StartRecord,
 )
@@ -97,8 +98,8 @@ class Scheduler:
         elif isinstance(update, Progress):
             self._recorder.progress(update)
             self._watcher.progress(update)
-        elif isinstance(update, Series):
-            self._recorder.write(update.records)
+        elif isinstance(update, tuple):
+            self._recorder.write(update)
         elif isinstance(update, OutcomeRecord):
             self._settle(self._batches[batch].pop(update.point_id), update)
         elif isinstance(update, ArtifactRecord):
@@ -111,13 +112,15 @@ class Scheduler:
             self._batch_ended(self._batches.pop(batch), update)
 
     def _ended(self, point: Point, outcome: OutcomeRecord) -> None:
-        records, assignments = self._plan.after(point, outcome)
-        self._recorder.write([outcome, *records])
+        self._recorder.write([outcome])
+        self._watcher.ended(outcome)
         self.states[outcome.state] += 1
         self.failures += fails(point, outcome.state)
+        records, assignments = self._plan.after(point, outcome)  # a kind's `next_points` may raise
         self._queue.extend(assignments)
-        for record in (outcome, *records):
-            if isinstance(record, OutcomeRecord):  # after the point's own, those of conclusions
+        self._recorder.write(records)
+        for record in records:
+            if isinstance(record, OutcomeRecord):  # of a conclusion
                 self._watcher.ended(record)
             elif isinstance(record, EventRecord):
                 self._watcher.noted(record)
@@ -142,7 +145,7 @@ class Scheduler:
         self._queue.extendleft(reversed(others))
         state = end.state or PointState.LOST
         reason = end.reason or "its supervisor ended without an outcome"
-        self._settle(first, OutcomeRecord(**first.ids, attempt=first.attempt, state=state, reason=reason))
+        self._settle(first, OutcomeRecord(**first.ids, state=state, reason=reason))
 
     def _settle(self, assignment: Assignment, outcome: OutcomeRecord) -> None:
         """Take an attempt's end for the point's end, or hand the point out again."""
@@ -169,7 +172,7 @@ class Scheduler:
     def end(self, run: RunState, point: PointState, reason: str) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
-        outcomes = [OutcomeRecord(**a.ids, attempt=a.attempt, state=point, reason=reason) for a in left]
+        outcomes = [OutcomeRecord(**a.ids, state=point, reason=reason) for a in left]
         ids = {"run_id": self._plan.run.run_id, "resumed": self._plan.run.resumed}
         self._recorder.write([*outcomes, RunEndRecord(**ids, state=run, reason=reason)])
         self.states[point] += len(left)

@@ -16,10 +16,10 @@ from jobs.schema.plain_text import from_csv_cell, in_a_line, shown
 from jobs.schema.states import Origin
 from orchestrator.database_url import BrokenStoreError, StoreError, StoreUnavailable
 from orchestrator.errors import UserError
-from orchestrator.store import journal, reported, writer
+from orchestrator.store import journal, reported
 from orchestrator.store.models import Run
 from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord, now
-from orchestrator.store.store import Store
+from orchestrator.store.store import Store, apply
 
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 
@@ -65,7 +65,7 @@ def _import_journal(store: Store, path: Path) -> str:
 
     try:
         with store.session(writes=True) as session:
-            writer.apply(session, noting(session))
+            apply(session, noting(session))
     except (StoreUnavailable, BrokenStoreError):
         raise
     except StoreError as err:
@@ -116,7 +116,7 @@ def _import_table(store: Store, path: Path) -> str:
                 session.delete(stored)  # an older version, with its points
                 session.flush()
             unchanged = False
-            writer.apply(session, records)
+            apply(session, records)
     points = [point for run, _ in runs for point in run.points]
     metrics = sum(len(point.metrics) for point in points)
     number = len({run.run_id for run, _ in runs})

@@ -8,6 +8,7 @@ Records carry plain data only, so that a store can be filled without the code th
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -230,6 +231,20 @@ class EventRecord(_Record):
     point_id: PointId | None = None
     level: Literal["info", "warning", "error"] = "info"
     message: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a running point, which the database shows and no journal holds; a checkpoint has the steps and the
+    rate of the training that it interrupts."""
+
+    run_id: str
+    point_id: str
+    at: datetime
+    phase: str
+    done: int  # steps of the phase, of `total`; that is 0 if unknown
+    total: int
+    rate: float | None = None  # steps a second over the last minute, interruptions included; None: unknown
 
 
 class RunEndRecord(_Record):

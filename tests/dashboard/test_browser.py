@@ -241,7 +241,7 @@ def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, fol
                 rec.StartRecord(run_id=HALF, point_id=f"{HALF}/0", attempt=1),
             ]
         )
-        store.beat(HALF, f"{HALF}/0", datetime.now(UTC), "timing", 7, 10)
+        store.beat(rec.Progress(HALF, f"{HALF}/0", datetime.now(UTC), "timing", 7, 10))
         expect(page.get_by_text("timing 7/10")).to_be_visible()
         end = rec.OutcomeRecord(run_id=HALF, point_id=f"{HALF}/0", attempt=1, state=PointState.CRASH, reason="signal 9")
         store.apply_many([end, rec.RunEndRecord(run_id=HALF, state=RunState.DONE)])

@@ -11,7 +11,7 @@ from dashboard_pages import show, text
 
 from dashboard import live
 from orchestrator.store import Store
-from orchestrator.store.records import PointRecord, RunRecord, SeriesRecord, StartRecord
+from orchestrator.store.records import PointRecord, Progress, RunRecord, SeriesRecord, StartRecord
 
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"
@@ -42,7 +42,7 @@ def training(
     )  # fmt: skip
     with Store.open(url) as store:
         store.apply_many([begun, planned, StartRecord(run_id=RUN, at=now, point_id=POINT, attempt=1), *pieces])
-        store.beat(RUN, POINT, datetime.now(UTC), "train", 300, 900, 2.0)
+        store.beat(Progress(RUN, POINT, datetime.now(UTC), "train", 300, 900, 2.0))
 
 
 def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> None:

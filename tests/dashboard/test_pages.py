@@ -20,6 +20,7 @@ from orchestrator.store import Store, upgrade
 from orchestrator.store.records import (
     ArtifactRecord,
     OutcomeRecord,
+    Progress,
     StartRecord,
 )
 
@@ -42,7 +43,7 @@ def test_a_point_that_is_measured_again_is_shown_with_what_counts(complete: str)
         again = {"attempt": 1, "resumed": 1, "key": "new"}
         store.apply_many([first.model_copy(update={"resumed": 1}), planned.model_copy(update=again)])
         store.apply_many([StartRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=2)])
-        store.beat(RUN, f"{RUN}/0", datetime.now(UTC), "timing", 3, 10)
+        store.beat(Progress(RUN, f"{RUN}/0", datetime.now(UTC), "timing", 3, 10))
     said = text(show("runs", run=RUN))
     assert "measured again: running" in said
     assert "timing 3/10" in said

@@ -15,13 +15,13 @@ from travelling import CPU, travelled, values_of
 
 from jobs.backward import LAYERS, BrokenGradient, LayerWatch, PassFailed, Spec, measure, repeated_pass
 from jobs.measure.check import WrongResult
-from jobs.process.worker import ran_out_of_memory
+from jobs.process.child import ran_out_of_memory
 from jobs.schema.point import Measurement, Point
 from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from nsa_core.routes import capture
-from orchestrator.messages import Conditions
+from orchestrator.execute.supervisor import Conditions
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 CASE: dict[str, Any] = {"preset": "tiny", "layers": [2], "lengths": [64]}

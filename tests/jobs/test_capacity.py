@@ -13,7 +13,7 @@ from travelling import CPU
 from jobs import capacity
 from jobs.schema.point import Point
 from jobs.schema.states import PointState
-from orchestrator.messages import Conditions
+from orchestrator.execute.supervisor import Conditions
 
 PLAN = {"steps": 1000, "tokens_per_step": 3600, "hours": 1.0}  # needs 1,000 tok/s
 

@@ -165,7 +165,7 @@ def half_finished(database: str) -> str:
         store.apply_many(small_sweep(HALF, (512, 1024), None, at=started, name="m7c"))
         store.apply_many(_planned(HALF, n, "chunked", "forward+backward", 512 << n, started) for n in (2, 3, 4))
         store.apply_many([rec.StartRecord(run_id=HALF, at=started, point_id=f"{HALF}/2", attempt=1, node="bench1")])
-        store.beat(HALF, f"{HALF}/2", datetime.now(UTC), "timing", 3, 10)
+        store.beat(rec.Progress(HALF, f"{HALF}/2", datetime.now(UTC), "timing", 3, 10))
     return database
 
 
@@ -301,7 +301,7 @@ def store_hostile_runs(url: str) -> None:
                 rec.RunEndRecord(run_id=ENDED, at=at, state=RunState.FAILED, reason=TEXT),
             ]
         )
-        store.beat(GOING, going.point_id, datetime.now(UTC), TEXT, 3, 10, 0.5)
+        store.beat(rec.Progress(GOING, going.point_id, datetime.now(UTC), TEXT, 3, 10, 0.5))
     with sqlite3.connect(url.removeprefix("sqlite:///")) as connection:  # what no journal may hold
         connection.execute("UPDATE run SET kind = ? WHERE id = ?", (SHORT, GOING))
     connection.close()

@@ -10,8 +10,7 @@ from typing import Any
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
-from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions
+from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord
 
 Outcome = tuple[PointState, Mapping[str, float]]

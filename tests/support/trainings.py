@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from jobs.schema.launcher import Launcher
-from jobs.schema.point import Measurement, Metric, Surroundings
+from jobs.schema.point import Launcher, Measurement, Metric, Surroundings
 
 
 def write_text(folder: Path) -> Path:

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from jobs.schema.launcher import Rank, RanksEnded
+from jobs.schema.point import Rank, RanksEnded
 from jobs.training.rank import TIMEOUT
 
 T = TypeVar("T")
 
 
 class WarmRanks:
-    """As jobs.schema.launcher.Launcher, on CPUs: for trainings whose ranks end by themselves. To be closed."""
+    """As jobs.schema.point.Launcher, on CPUs: for trainings whose ranks end by themselves. To be closed."""
 
     name = "warm"
 
@@ -52,7 +52,7 @@ class WarmRanks:
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> list[T]:
-        """As jobs.schema.launcher.Launcher."""
+        """As jobs.schema.point.Launcher."""
         assert (ranks, device) == (len(self._pipes), "cpu")
         self._stop.clear()
         with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jobs.process import compiler_cache
-from jobs.process.worker import failure
+from jobs.process.child import failure
 from jobs.schema.states import PointState
 from orchestrator.cli import doctor
 from orchestrator.run.driver import database_problem

@@ -30,9 +30,8 @@ from jobs.training.data.corpus import load_bytes
 from jobs.training.errors import Diverged
 from jobs.training.optimizer import learning_rate
 from nsa_core.model import PRESETS, NSATransformer
-from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress, Series
-from orchestrator.store.records import ArtifactRecord, OutcomeRecord, SeriesRecord
+from orchestrator.execute.supervisor import Assignment, Conditions, supervise
+from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Progress, SeriesRecord
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 
@@ -224,7 +223,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_slow_one_is_not(
     recorded: list[str] = []
 
     def series() -> list[SeriesRecord]:
-        return [record for update in list(seen) if isinstance(update, Series) for record in update.records]
+        return [record for update in list(seen) if isinstance(update, tuple) for record in update]
 
     def stall() -> None:
         ranks = started_ranks()

@@ -18,8 +18,7 @@ from travelling import travelled
 
 from jobs.process.messages import Beat, RankFailure
 from jobs.process.reporter import ProcessReporter
-from jobs.schema.launcher import RanksEnded
-from jobs.schema.point import Machine
+from jobs.schema.point import Machine, RanksEnded
 from jobs.train import Case, Spec, measure
 from jobs.training import launch
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile

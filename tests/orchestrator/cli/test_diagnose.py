@@ -96,7 +96,7 @@ def test_a_live_run_is_seen_from_outside(half_finished: str, diagnose: Nsa, busy
 
 def test_a_point_before_its_first_step_and_one_that_is_silent_are_told(half_finished: str, diagnose: Nsa) -> None:
     with Store.open(half_finished) as store:
-        store.beat(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0)
+        store.beat(rec.Progress(HALF, POINT, datetime.now(UTC) - timedelta(minutes=5), "corpus", 0, 0))
     code, out, _ = diagnose("--attach", "last")
     assert code == 0
     assert "has not done its first step" in out

@@ -17,9 +17,8 @@ from ftp_server import ftp_server
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import artifact_copies
 from orchestrator.execute.artifacts import Source
-from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress, Series
-from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord
+from orchestrator.execute.supervisor import Assignment, Conditions, supervise
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, Progress
 
 CONDITIONS = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
 TASK = Assignment("r", "r/7", 1, None)  # type: ignore[arg-type]  # its point is not looked at
@@ -135,7 +134,7 @@ time.sleep(600)"""
             break
     assert states(seen) == ["hang"]
     assert len([update for update in seen if isinstance(update, Progress) and update.phase == "train"]) > 2
-    assert [update for update in seen[:-2] if isinstance(update, Series)], "before the end"
+    assert [update for update in seen[:-2] if isinstance(update, tuple)], "before the end"
 
 
 def test_files_of_a_store_that_hangs_are_given_up_with_a_warning_each(hanging: str, monkeypatch) -> None:

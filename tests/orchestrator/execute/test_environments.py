@@ -17,7 +17,8 @@ from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import UserError
 from orchestrator.execute import gpu_release, requirements
-from orchestrator.messages import Conditions, Requirements
+from orchestrator.execute.requirements import Requirements
+from orchestrator.execute.supervisor import Conditions
 
 KINDS = Path(__file__).parents[1] / "kinds"
 WARM = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=30, point_s=60), warm=True)

@@ -14,8 +14,8 @@ from jobs.hardware import nvml, telemetry
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release
 from orchestrator.execute.gpu_release import Gpus
-from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress
+from orchestrator.execute.supervisor import Assignment, Conditions, supervise
+from orchestrator.store.records import Progress
 
 CUDA = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120), card="NVIDIA H100")
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs.process.child import Channel
 from jobs.process.messages import MeasurePoint
-from jobs.process.worker import Channel
 from jobs.schema.point import Interrupted
 from orchestrator.execute import point
 from orchestrator.execute.point import measure_point

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.train import WorkerGroupError
 
 from jobs.process.messages import Cluster
-from jobs.schema.launcher import RanksEnded
+from jobs.schema.point import RanksEnded
 from orchestrator.execute.ray_launcher import RankProgress, driver, end_of_ranks
 from orchestrator.execute.ray_rank import Placed, Post, RankRaised
 

@@ -17,9 +17,8 @@ from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import supervisor
-from orchestrator.execute.supervisor import supervise
-from orchestrator.messages import Assignment, Conditions, Progress, Series
-from orchestrator.store.records import ArtifactRecord, OutcomeRecord, StartRecord
+from orchestrator.execute.supervisor import Assignment, Conditions, supervise
+from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Progress, StartRecord
 
 PATIENT = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=60, point_s=120))
 HASTY = Conditions("cpu", Deadlines(startup_s=60, heartbeat_s=1, point_s=120))  # for points that are silent on purpose
@@ -158,7 +157,7 @@ def test_a_used_child_without_room_hands_its_point_to_a_fresh_one(measure) -> No
 
 def test_a_kill_by_the_kernels_oom_killer_is_oom(measure, monkeypatch) -> None:
     counts = iter([7])
-    monkeypatch.setattr("jobs.process.watch.oom_kills", lambda: next(counts, 8))
+    monkeypatch.setattr("jobs.process.child.oom_kills", lambda: next(counts, 8))
     [end] = ended(measure("os.kill(os.getpid(), 9)"))
     assert end.outcome.state is PointState.OOM
 
@@ -190,7 +189,7 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
     cuda = dataclasses.replace(PATIENT, device="cuda")
     updates = measure("pass", "raise ValueError", conditions=cuda, gpus="0")
     good, bad = ended(updates)
-    series = [record for update in updates if isinstance(update, Series) for record in update.records]
+    series = [record for update in updates if isinstance(update, tuple) for record in update]
     assert {(s.point_id, s.name, s.unit, s.rank, s.steps[0], s.values[0]) for s in series} == {
         (point, "gpu_utilization", "%", rank, 7, 50.0 + rank) for point in ("r/0", "r/1") for rank in range(2)
     }

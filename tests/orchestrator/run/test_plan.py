@@ -11,7 +11,7 @@ from jobs.schema.point import Conclusion, EndedPoint, Machine, Metric, Point
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState
 from orchestrator.errors import UserError
-from orchestrator.messages import Assignment
+from orchestrator.execute.supervisor import Assignment
 from orchestrator.run import plan
 from orchestrator.store.records import (
     EventRecord,

@@ -15,13 +15,12 @@ from jobs.schema.point import Machine, Point
 from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import ExecutorGone
-from orchestrator.messages import Assignment, BatchEnded, Conditions
+from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions
 from orchestrator.run.plan import make_plan
 from orchestrator.run.progress import Watcher
-from orchestrator.run.recorder import Recorder
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.store import Store, journal
-from orchestrator.store.journal import Journal
+from orchestrator.store.journal import Journal, Recorder
 from orchestrator.store.records import (
     ArtifactData,
     ArtifactRecord,
@@ -76,17 +75,17 @@ class Script:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(executor: Script, count: int, *, warm=False, stopped=lambda: None, store=None, slots=1, retries=1, **often):
+    def run(executor: Script, count: int, *, warm=False, stopped=lambda: None, store=None, further=None, **often):
         points = [Point("k", f"p{number}", {}) for number in range(count)]
         begun = RunRecord(run_id="r", name="t", kind="k", spec={}, spec_hash="")
-        todo = make_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)})
+        todo = make_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)}, further or (lambda ended: ()))
         conditions, path = Conditions("cpu", Deadlines(), warm=warm, store=store), tmp_path / journal.NAME
         with (
             Journal(path) as book,
             Watcher(todo.labels, 0, [], StringIO()) as watcher,
             Recorder("r", book, MagicMock(Store), print) as recorder,
         ):
-            often = {"slots": slots, "retries": retries, **often}
+            often = {"slots": 1, "retries": 1, **often}
             scheduler = Scheduler(executor, recorder, watcher, todo, conditions, **often)  # type: ignore[arg-type]
             state = scheduler.run(stopped)
         return state, scheduler.states, list(journal.read(path))
@@ -185,3 +184,12 @@ def test_a_store_that_is_another_folder_elsewhere_is_warned_of_once(run, tmp_pat
     assert event.message == (
         "artifacts of node bench7 are not visible here: name a store that all nodes reach (NSA_ARTIFACT_STORE)"
     )
+
+
+def test_an_outcome_is_journalled_before_its_kind_is_asked_for_further_points(run, tmp_path) -> None:
+    def further(ended):
+        raise RuntimeError("a bug of the kind")
+
+    with pytest.raises(RuntimeError, match="a bug of the kind"):
+        run(Script(), 2, further=further)
+    assert outcomes(journal.read(tmp_path / journal.NAME)) == ["r/0 1 ok"]

@@ -20,7 +20,7 @@ from statements import rows_of
 from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, StoreError, queries, upgrade
 from orchestrator.store.models import Attempt, Base, Metric, Point, Run
-from orchestrator.store.records import MetricData, OutcomeRecord, Record, RunEndRecord, StartRecord
+from orchestrator.store.records import MetricData, OutcomeRecord, Progress, Record, RunEndRecord, StartRecord
 from orchestrator.store.schema import REVISIONS
 
 RUN = "20261120-120000-demo-abcd"
@@ -125,7 +125,7 @@ def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_on
         before = rows_of(store)
         store.apply_many([*records[2:], *again])  # replaying changes nothing
         assert rows_of(store) == before
-    store.beat(RUN, f"{RUN}/0", late, "time", 3, 10)
+    store.beat(Progress(RUN, f"{RUN}/0", late, "time", 3, 10))
     point = point_of(store)
     assert (point["state"], point["phase"], point["done"], point["running_on"]) == ("ok", "time", 3, "node-3")
     store.apply_many([outcome(late + timedelta(seconds=9), attempt=4, time=7.0)])
@@ -167,11 +167,11 @@ def test_beats_show_progress_of_a_running_point_only(store: Store, sweep):
     records = sweep()
     store.apply_many(records[:3])
     late = records[-1].at
-    store.beat(RUN, f"{RUN}/0", late, "timing", 3, 20)
+    store.beat(Progress(RUN, f"{RUN}/0", late, "timing", 3, 20))
     point = point_of(store)
     assert (point["phase"], point["done"], point["total"], point["heartbeat_at"]) == ("timing", 3, 20, late)
     store.apply_many([records[3]])
-    store.beat(RUN, f"{RUN}/0", late + timedelta(1), "too late", 4, 20)
+    store.beat(Progress(RUN, f"{RUN}/0", late + timedelta(1), "too late", 4, 20))
     assert point_of(store)["phase"] == "timing"
 
 

@@ -14,12 +14,10 @@ from sqlalchemy import delete
 
 from jobs.schema.states import PointState
 from orchestrator.database_url import StoreError, StoreUnavailable
-from orchestrator.messages import Progress
-from orchestrator.run.recorder import Recorder
 from orchestrator.store import Store, journal, queries
-from orchestrator.store.journal import Journal
+from orchestrator.store.journal import Journal, Recorder
 from orchestrator.store.models import Run
-from orchestrator.store.records import EventRecord, OutcomeRecord, Record, now
+from orchestrator.store.records import EventRecord, OutcomeRecord, Progress, Record, now
 
 AWAY = StoreUnavailable("NSA_DATABASE_URL: 'x': cannot be reached")
 
@@ -48,9 +46,9 @@ class FlakyStore:
         self._answer()
         self.kept += [record for record in records if record not in self.kept]
 
-    def beat(self, run_id: str, point_id: str, at: object, phase: str, *_: object) -> None:
+    def beat(self, sign: Progress) -> None:
         self._answer()
-        self.signs.append(phase)
+        self.signs.append(sign.phase)
 
     def take_lease(self, run_id: str) -> None:
         self._answer()
@@ -82,7 +80,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recorder(path: Path, flaky: FlakyStore, told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
-    monkeypatch.setattr("orchestrator.run.recorder._LAST_RETRY_S", 0.01)
+    monkeypatch.setattr("orchestrator.store.journal._LAST_RETRY_S", 0.01)
     with Journal(path) as book:
         yield Recorder("r", book, flaky, told.append)  # type: ignore[arg-type]
 
@@ -122,7 +120,7 @@ def test_a_database_that_does_not_answer_holds_nothing_up(recorder, flaky, told,
     clock = [asked := time.monotonic()]
     sleep = lambda seconds: clock.append(clock[-1] + seconds)  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr("orchestrator.run.recorder.time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep))
+        patch.setattr("orchestrator.store.journal.time", SimpleNamespace(monotonic=lambda: clock[-1], sleep=sleep))
         recorder.close(patience_s=0.2)
         assert 0.2 <= clock[-1] - asked < 0.3
         stopped_at = clock[-1] + 5
@@ -154,7 +152,7 @@ def test_a_database_that_lost_the_run_while_it_goes_on_gets_all_of_it(
     sqlite_store: Store, sweep, path, told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outcome is no error because the database, which was replaced, does not know its point."""
-    monkeypatch.setattr("orchestrator.run.recorder._LAST_RETRY_S", 0.01)
+    monkeypatch.setattr("orchestrator.store.journal._LAST_RETRY_S", 0.01)
     records = sweep()
     place = next(number for number, record in enumerate(records) if isinstance(record, OutcomeRecord))
     with Journal(path) as book:

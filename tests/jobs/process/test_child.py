@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.process.worker import ran_out_of_memory
+from jobs.process.child import ran_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 
