@@ -174,16 +174,15 @@ def down() -> None:
 @app.command()
 def status() -> None:
     """Services, and the runs that have not ended."""
-    from orchestrator.cli import console, services
-    from orchestrator.cli.lookup import open_store
+    from orchestrator.cli import console, lookup, services
     from orchestrator.store import queries
 
     settings = load_settings()
-    console.services(services.status(settings))
+    console.services(services.local_services(settings))
     if settings.no_database_yet:
         say(f"no results yet: {settings.database} does not exist")
         return
-    with open_store(settings) as store:
+    with lookup.open_store(settings) as store:
         console.runs(queries.runs(store, state="running"), title="Running")
         if len(waiting := queries.runs(store, state="pending")):
             console.runs(waiting, title="Waiting for room in the cluster")
@@ -199,8 +198,7 @@ def submit(
     wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
-    from orchestrator.cli import submission
-    from orchestrator.cli.lookup import find_run, open_store
+    from orchestrator.cli import lookup, submission
     from orchestrator.run import driver
 
     settings = load_settings()
@@ -212,15 +210,14 @@ def submit(
         raise UserError("--retry-failed: has no effect without --resume; name a run")
     again = ["--retry-failed"] if retry_failed else []
     if resume is not None:
-        with open_store(settings) as store:
-            again = ["--resume", find_run(store, resume), *again]
+        with lookup.open_store(settings) as store:
+            again = ["--resume", lookup.find_run(store, resume), *again]
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *again]))
     driver.check(args)
-    submitted = submission.submit(settings, spec, overrides or [], again)
-    say(f"submitted {submitted.job} (upload: {submitted.upload_bytes / 2**20:.2f} MiB)")
+    job = submission.submit(settings, spec, overrides or [], again)
     if wait:
-        raise typer.Exit(0 if submission.follow(settings, submitted.job) == "SUCCEEDED" else 1)
+        raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
 
 
 @app.command()
@@ -231,28 +228,26 @@ def runs(
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="most to show")] = 20,
 ) -> None:
     """List runs, newest first."""
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import open_store
+    from orchestrator.cli import console, lookup
     from orchestrator.store import queries
 
-    with open_store() as store:
+    with lookup.open_store() as store:
         console.runs(queries.runs(store, kind=kind, state=state, origin=origin, limit=limit), title="Runs")
 
 
 @app.command()
 def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
     """A run with its points, or one point with its metrics."""
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.cli import console, lookup
     from orchestrator.store import queries
 
-    with open_store() as store:
-        run_id = find_run(store, run)
+    with lookup.open_store() as store:
+        run_id = lookup.find_run(store, run)
         if point is None:
             row = queries.run(store, run_id) or {}
             console.run(row, queries.points(store, run_id), queries.events(store, run_id))
         else:
-            row = find_point(store, run_id, point)
+            row = lookup.find_point(store, run_id, point)
             point_id = row["point_id"]
             console.point(row, queries.metrics(store, point_id), queries.artifacts(store, point_id))
 
@@ -264,15 +259,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep following the job")] = False,
 ) -> None:
     """The log of a run's Ray job, or the text artifacts of one point."""
-    from orchestrator.cli import console, submission
-    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.cli import console, lookup, submission
     from orchestrator.store import queries
 
     settings = load_settings()
-    with open_store(settings) as store:
-        run_id = find_run(store, run)
+    with lookup.open_store(settings) as store:
+        run_id = lookup.find_run(store, run)
         if point is not None:
-            console.artifacts(queries.artifacts(store, find_point(store, run_id, point)["point_id"]))
+            console.artifacts(queries.artifacts(store, lookup.find_point(store, run_id, point)["point_id"]))
             return
         job = (queries.run(store, run_id) or {}).get("submission_id")
     if not job:
@@ -288,16 +282,15 @@ def artifacts(
     out: Annotated[Path | None, typer.Option(help="folder to copy the files into, as POINT/ATTEMPT/NAME")] = None,
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_point, find_run, open_store
+    from orchestrator.cli import console, lookup
     from orchestrator.execute.artifacts import StoredFile, fetch, kept_in
     from orchestrator.store import queries
 
     settings = load_settings()
-    with open_store(settings) as store:
-        run_id = find_run(store, run)
+    with lookup.open_store(settings) as store:
+        run_id = lookup.find_run(store, run)
         if point is not None:
-            find_point(store, run_id, point)
+            lookup.find_point(store, run_id, point)
         files = [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
         run_row = queries.run(store, run_id) or {}
     rows = [(str(f.point), str(f.attempt), console.file_name(f.name), str(f.size), f.sha256) for f in files]
@@ -318,12 +311,11 @@ def artifacts(
 @app.command()
 def cancel(run: Run) -> None:
     """Stop a run: its remaining points end as cancelled."""
-    from orchestrator.cli import submission
-    from orchestrator.cli.lookup import find_run, open_store
+    from orchestrator.cli import lookup, submission
 
     settings = load_settings()
-    with open_store(settings, readonly=False) as store:
-        say(submission.cancel_run(settings, store, find_run(store, run)))
+    with lookup.open_store(settings, readonly=False) as store:
+        say(submission.cancel_run(settings, store, lookup.find_run(store, run)))
 
 
 @app.command()
@@ -336,7 +328,7 @@ def diagnose(
 ) -> None:
     """Memory by phase, routes, topology and warnings of a live run, without disturbing it; or of this host."""
     from orchestrator.cli import diagnose as diagnosis
-    from orchestrator.cli.lookup import open_store
+    from orchestrator.cli import lookup
 
     check_current_folder()
     diagnosis.give_way()
@@ -345,8 +337,7 @@ def diagnose(
             raise UserError(f"--point: {point}: has no effect without --attach; name a run")
         say(diagnosis.this_host())
         return
-
-    with open_store() as store:
+    with lookup.open_store() as store:
         for text in diagnosis.attach(store, attach, point, seconds):
             say(text)
 
@@ -363,18 +354,17 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
-    from orchestrator.cli.lookup import find_runs, open_store
+    from jobs.specs.load import load_spec
+    from orchestrator.cli import lookup
     from orchestrator.report import template as templates
     from orchestrator.report import write as reports
 
     def load(file: str, settings: Sequence[str]) -> Any:
         """A ready spec, or one of the user's own, for a template."""
-        from jobs.specs.load import load_spec
-
         return load_spec(Path(file) if Path(file).exists() else _SPECS / file, settings)
 
-    with open_store() as store:
-        run_ids = find_runs(store, runs)
+    with lookup.open_store() as store:
+        run_ids = lookup.find_runs(store, runs)
         if template is None:
             if out is not None:
                 reports.write_report(store, run_ids, out)
@@ -398,13 +388,12 @@ def compare(
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
 ) -> None:
     """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous."""
-    from orchestrator.cli import console
-    from orchestrator.cli.lookup import find_side, open_store
+    from orchestrator.cli import console, lookup
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import Change
 
-    with open_store() as store:
-        sides = [find_side(store, text) for text in (first, *others)]
+    with lookup.open_store() as store:
+        sides = [lookup.find_side(store, text) for text in (first, *others)]
         found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
     for each in found:
         for table in comparing.tables(each):
@@ -429,7 +418,7 @@ def gate(
     check: Annotated[bool, typer.Option("--check", help="read the rules only: 2, and a line for each mistake")] = False,
 ) -> None:
     """Judge stored results on each machine asked. Exit 0: GO on all of them; 1: NO-GO on one; 3: UNKNOWN on one."""
-    from orchestrator.cli.lookup import find_runs
+    from orchestrator.cli import lookup
     from orchestrator.judge.decisions import decisions
     from orchestrator.judge.verdicts import evaluate, save_verdicts
     from orchestrator.run.gates import own_gates
@@ -441,7 +430,7 @@ def gate(
         say(f"{len(rules.targets)} targets with {sum(len(each.rules) for each in rules.targets)} rules: no mistake")
         return
     with Store.open(settings.database, create=False, readonly=True) as store:
-        verdicts = evaluate(store, rules, find_runs(store, runs) if runs else None)
+        verdicts = evaluate(store, rules, lookup.find_runs(store, runs) if runs else None)
     if not (runs or gates or target or on):  # the standing rules on all stored results: shown by v_gate
         try:
             with Store.open(settings.database, create=False) as store:
@@ -456,12 +445,11 @@ def plan(
     target: Annotated[str | None, typer.Argument(help=f"{_TARGET}; none: all targets")] = None, gates: Rules = None
 ) -> None:
     """List the commands that would settle what is UNKNOWN, in the order to run, and what no command settles."""
-    from orchestrator.cli import console, submission
+    from orchestrator.cli import console
     from orchestrator.run.gates import own_gates
 
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target)
-    submission.check_commands(rules)
     console.plan(_decide(settings, rules))
 
 
@@ -477,7 +465,6 @@ def resolve(
 
     settings = load_settings()
     rules = own_gates(gates or settings.gates).only(target)
-    submission.check_commands(rules)
     submission.run_steps(settings, [step for each in _decide(settings, rules) for step in each.steps], dry_run=dry_run)
     _conclude(_decide(settings, rules))
 
@@ -522,13 +509,13 @@ def import_(
     ] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
-    from orchestrator.cli.lookup import open_store
+    from orchestrator.cli import lookup
     from orchestrator.store import importer
 
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
         raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
-    with open_store(create=True, readonly=False) as store:
+    with lookup.open_store(create=True, readonly=False) as store:
         for path in paths:
             say(importer.import_file(store, path))
 
@@ -542,7 +529,7 @@ def export(
     ] = False,
 ) -> None:
     """Write the stored results of runs, one row a metric, or the journal of one that has lost it."""
-    from orchestrator.cli.lookup import find_runs, open_store
+    from orchestrator.cli import lookup
     from orchestrator.store import exporter
     from orchestrator.store.journal import NAME
 
@@ -550,14 +537,14 @@ def export(
     if journal:
         if len(runs or ()) != 1:
             raise UserError("--journal: is of one run; name it: nsa export RUN --journal")
-        with open_store(settings) as store:
-            [run_id] = find_runs(store, runs)
+        with lookup.open_store(settings) as store:
+            [run_id] = lookup.find_runs(store, runs)
             say(exporter.export_journal(store, run_id, out or settings.artifacts_dir / run_id / NAME))
         return
     if out is None:
         raise UserError("--out: is missing; give it, see `nsa export --help`")
-    with open_store(settings) as store:
-        say(exporter.export(store, out, find_runs(store, runs)))
+    with lookup.open_store(settings) as store:
+        say(exporter.export(store, out, lookup.find_runs(store, runs)))
 
 
 @db.command("upgrade")

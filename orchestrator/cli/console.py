@@ -12,7 +12,7 @@ from rich.text import Text
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
 from jobs.schema.states import again_in_words
-from orchestrator.cli.services import ServiceStatus
+from orchestrator.cli.services import Service
 from orchestrator.judge.decisions import Decision
 from orchestrator.judge.steps import Step
 from orchestrator.report.summary import wide_console
@@ -25,11 +25,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     out.print(Table(title, "", columns, list(rows)).rich(fold=True))
 
 
-def services(statuses: Sequence[ServiceStatus]) -> None:
+def services(found: Sequence[Service]) -> None:
     rows = []
-    for name, url, pid, healthy in statuses:
+    for service in found:
+        pid, healthy = service.pid, service.healthy
         state = "ok" if healthy else "not running" if pid is None else "starting"
-        rows.append((name, url, state, str(pid or ("started elsewhere" if healthy else ""))))
+        rows.append((service.name, service.url, state, str(pid or ("started elsewhere" if healthy else ""))))
     table("Services", ["service", "address", "state", "pid"], rows)
 
 

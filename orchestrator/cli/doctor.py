@@ -17,7 +17,7 @@ from jobs.process import compiler_cache
 from jobs.process.stacks import py_spy
 from jobs.specs.kinds import offered_kinds
 from orchestrator.cli import services
-from orchestrator.cli.services import ServiceStatus
+from orchestrator.cli.services import Service
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token, upload
@@ -66,7 +66,7 @@ def setting_rows(settings: Settings) -> list[tuple[str, str, str, str]]:
 
 def findings(settings: Settings) -> list[Finding]:
     """Run all checks; a failed check is a finding, never an exception."""
-    ray, dashboard = services.status(settings)
+    ray, dashboard = services.local_services(settings)
     return [
         Finding("python", OK, f"{sys.version.split()[0]} at {sys.executable}"),
         *_pytorch(),
@@ -154,7 +154,7 @@ def _dense() -> list[Finding]:
     return rows
 
 
-def _ray(settings: Settings, ray: ServiceStatus) -> list[Finding]:
+def _ray(settings: Settings, ray: Service) -> list[Finding]:
     """Ray with its cluster, and who can use that."""
     version = _version("ray")
     cluster = Finding("ray", OK, f"{version}; cluster at {ray.url}")
@@ -211,7 +211,7 @@ def _artifacts(settings: Settings) -> list[Finding]:
     return [*rows, Finding(name, OK, f"{url}, can be written")]
 
 
-def _tools(dashboard: ServiceStatus) -> list[Finding]:
+def _tools(dashboard: Service) -> list[Finding]:
     """py-spy and the dashboard."""
     rows = [Finding("py-spy", OK, _version("py-spy") or "")]
     if not py_spy():

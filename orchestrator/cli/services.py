@@ -53,14 +53,16 @@ class Service(NamedTuple):
     def healthy(self) -> bool:
         return answers(self.url + self.path, self.says)
 
-
-class ServiceStatus(NamedTuple):
-    """A service's state: `pid` if it was started here and is alive, `healthy` if its URL answers."""
-
-    name: str
-    url: str
-    pid: int | None
-    healthy: bool
+    @property
+    def pid(self) -> int | None:
+        """Its pid if it was started here; None if it is gone, even if another process has its number now."""
+        try:
+            record = json.loads(self.files.with_suffix(".pid.json").read_text())
+            process = psutil.Process(record["pid"])
+            same = abs(process.create_time() - psutil.boot_time() - record["started"]) < 2
+            return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except (OSError, ValueError, KeyError, psutil.Error):
+            return None
 
 
 def local_services(settings: Settings, *ray_options: str) -> list[Service]:
@@ -83,8 +85,8 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     ]
 
 
-def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[ServiceStatus]:
-    """Start the services that are not running and wait until all answer.
+def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[Service]:
+    """Start the services that are not running, and return all once they answer.
 
     Raises UserError: a folder or the token cannot be written or kept from others, a port is taken, NSA_RAY_HOST is no
     address of this host, or a service did not answer in time.
@@ -106,7 +108,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
     options = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": folder, "ray-client-server-port": client_port}
     services = local_services(settings, *(f"--{name}={value}" for name, value in options.items() if value is not None))
     with _alone(settings):
-        begun = [service for service in services if _pid(service) is None]
+        begun = [service for service in services if service.pid is None]
         for service in begun:  # a port that another process holds, whatever it says there: it would get our calls
             with socket.socket() as probe:
                 taken = probe.connect_ex((LOOPBACK, service.port)) == 0
@@ -116,7 +118,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
             _start(settings, service)
     for service in services:
         _await(settings, service, noted=service.name == "ray" and service in begun)
-    return status(settings)
+    return services
 
 
 def down(settings: Settings) -> list[str]:
@@ -130,11 +132,6 @@ def down(settings: Settings) -> list[str]:
         stopped = [s.name for s in reversed(local_services(settings)) if _stop(s)]
         remove_folder(settings)
     return stopped
-
-
-def status(settings: Settings) -> list[ServiceStatus]:
-    """State of Ray and of the dashboard."""
-    return [ServiceStatus(one.name, one.url, _pid(one), one.healthy) for one in local_services(settings)]
 
 
 def answers(url: str, says: str = "") -> bool:
@@ -228,12 +225,12 @@ def _await(settings: Settings, service: Service, noted: bool) -> None:
     """Wait for a service to answer; `noted`: also for Ray to note its address, as its node comes after it answers."""
     deadline = time.monotonic() + _READY_S
     while not (service.healthy and (not noted or local_address(settings))):
-        dead = _pid(service) is None
+        dead = service.pid is None
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not answer within {_READY_S:.0f} s"
             raise UserError(f"{service.name}: {why} at {service.url}; see {service.files.with_suffix('.log')}")
         time.sleep(0.2)
-    if service.port not in _ports(_pid(service)):  # another process was faster
+    if service.port not in _ports(service.pid):  # another process was faster
         raise _taken(service)
 
 
@@ -252,7 +249,7 @@ def _ports(pid: int | None, *, beyond_loopback: bool = False) -> list[int]:
 
 
 def _stop(service: Service) -> bool:
-    pid = _pid(service)
+    pid = service.pid
     service.files.with_suffix(".pid.json").unlink(missing_ok=True)
     if pid is None:
         return False
@@ -267,17 +264,6 @@ def _stop(service: Service) -> bool:
             survivor.kill()
     psutil.wait_procs(alive, timeout=5)
     return True
-
-
-def _pid(service: Service) -> int | None:
-    """The pid of the service started here; None if it is gone, even if another process has its number now."""
-    try:
-        record = json.loads(service.files.with_suffix(".pid.json").read_text())
-        process = psutil.Process(record["pid"])
-        same = abs(process.create_time() - psutil.boot_time() - record["started"]) < 2
-        return process.pid if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValueError, KeyError, psutil.Error):
-        return None
 
 
 def exposures(settings: Settings, ray_pid: int | None) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
@@ -25,11 +25,11 @@ from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.upload import collect
-from orchestrator.judge.rules import READY_SPECS, Gates, GatesError
+from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step
 from orchestrator.provenance import git_state
 from orchestrator.run import driver
-from orchestrator.settings import Settings, check_current_folder
+from orchestrator.settings import Settings
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, read
 from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
@@ -49,18 +49,11 @@ class SubmissionError(UserError):
     """The cluster cannot be reached or does not know the job. One line: field, value, fix."""
 
 
-class Submitted(NamedTuple):
-    """A job that Ray has accepted: its submission id, and the bytes of the package that was sent."""
-
-    job: str
-    upload_bytes: int
-
-
-def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: Sequence[str] = ()) -> Submitted:
+def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: Sequence[str] = ()) -> str:
     """Submit `python -m jobs SPEC` with the spec and the files that it names; from a checkout, with the sources too.
 
-    `more` are further arguments, as `--resume RUN`. Raises SpecError; UserError: a file that the spec names cannot be
-    sent; SubmissionError: no cluster answers, or it does not take the job.
+    `more` are further arguments, as `--resume RUN`. Returns the job's submission id. Raises SpecError; UserError: a
+    file that the spec names cannot be sent; SubmissionError: no cluster answers, or it does not take the job.
     """
     upload = collect(load_spec(spec, overrides), spec)
     args = ["python", "-m", "jobs", str(upload.spec), *set_options(overrides), *more]
@@ -71,7 +64,9 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
         size = upload.write(package := Path(folder) / "upload.zip")
         runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
         with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job", "look at `nsa status`"):
-            return Submitted(client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env), size)
+            job = client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env)
+    say(f"submitted {job} (upload: {size / 2**20:.2f} MiB)")
+    return job
 
 
 def set_options(overrides: Sequence[str]) -> list[str]:
@@ -125,44 +120,41 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
                 return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
     except SubmissionError as err:
         gone = f"its job could not be asked to stop ({err})"
-    # The path is the database's, so that of any imported journal: the file there may be anything.
-    path: Path | None = Path(run["artifacts"] or "") / NAME
-    note = ""
-    if not os.path.isfile(path):
-        path = None
-    else:
-        try:
-            first = next(read(path), None)
-            own = first is not None and first.run_id == run_id
-        except JournalError:
-            own = False
-        if not own:
-            note = f" in the database alone: {in_a_line(path)} is not its journal, and stays as it is"
-            path = None
+    path, note = Path(run["artifacts"] or "") / NAME, ""
+    own = _is_journal_of(run_id, path)
+    if not own and os.path.isfile(path):
+        note = f" in the database alone: {in_a_line(path)} is not its journal, and stays as it is"
     with ExitStack() as stack:
         # Who gets the lease, and the lock of the journal where that is here, knows that no driver is alive.
-        journal: Journal | None = None
         try:
             store.take_lease(run_id)
             stack.callback(store.end_lease, run_id)
-            journal = stack.enter_context(Journal(path)) if path else None
+            journal = stack.enter_context(Journal(path)) if own else None
         except (LeaseHeld, JournalHeld):
             raise UserError(
                 f"RUN: {run_id!r}: its driver is alive on {run['host'] or 'its host'}; interrupt it there with "
                 "Ctrl-C, or stop its Ray job"
             ) from None
-        if journal is not None:
-            store.apply_many(read(journal.path))  # the database may have missed some
+        if journal:
+            store.apply_many(read(path))  # the database may have missed some
         records = _endings(store, run_id)
-        if journal is not None:
+        if journal:
             journal.append(records)
         store.apply_many(records)
-    count = sum(isinstance(record, OutcomeRecord) for record in records)
-    return f"{gone}; marked {count} unfinished points of {run_id} as cancelled{note}"
+    return f"{gone}; marked {max(0, len(records) - 1)} unfinished points of {run_id} as cancelled{note}"
+
+
+def _is_journal_of(run_id: str, path: Path) -> bool:
+    """Whether a file is the run's journal: the path comes with an imported journal, so it may be any."""
+    try:
+        first = next(read(path), None) if os.path.isfile(path) else None
+    except JournalError:
+        return False
+    return first is not None and first.run_id == run_id
 
 
 def _endings(store: Store, run_id: str) -> list[Record]:
-    """Records that end the run and its unfinished attempts; none if it has ended, as its journal may say."""
+    """Records that end the run's unfinished attempts, then the run; none if it has ended, as its journal may say."""
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
     if RunState(run["state"]).ended:
@@ -187,10 +179,13 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
         if step.command is None:
             say(f"no command settles {settled}: {step.lacking}")
         elif not any(
-            node.gpus >= step.gpus and (step.accelerator is None or step.accelerator in node.accelerators)
+            node.get("GPU", 0) >= step.gpus and (not step.accelerator or _ACCELERATOR + step.accelerator in node)
             for node in nodes
         ):
-            cards = {f"{node.gpus:g}× {' or '.join(sorted(node.accelerators)) or 'GPU'}" for node in nodes if node.gpus}
+            cards = set()
+            for node in (each for each in nodes if each.get("GPU")):
+                types = sorted(name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR))
+                cards.add(f"{node['GPU']:g}× {' or '.join(types) or 'GPU'}")
             say(
                 f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
                 f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"
@@ -207,53 +202,22 @@ def _run_step(settings: Settings, step: Step) -> str:
     spec = READY_SPECS / (step.spec or "")
     try:
         driver.check([str(spec), *set_options(step.overrides)])
-        job = submit(settings, spec, step.overrides).job
-        say(f"submitted {job}")
+        job = submit(settings, spec, step.overrides)
         status = follow(settings, job)
     except (UserError, SpecError) as err:
         return f"failed ({'; '.join(str(err).splitlines())})"
     return "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
 
 
-def check_commands(rules: Gates) -> None:
-    """Raise GatesError if the spec of a rule's command refuses the values that the rule sets in it.
-
-    SettingsError: the current folder was deleted.
-    """
-    check_current_folder()
-    for target in rules.targets:
-        for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
-            try:
-                if measure.spec is not None:
-                    load_spec(READY_SPECS / measure.spec, measure.set)
-            except SpecError as err:
-                raise GatesError(f"set: {list(measure.set)}: {measure.spec} refuses it: {err}") from None
-
-
-class Node(NamedTuple):
-    """A living node of the cluster: its GPUs and Ray's types of them."""
-
-    gpus: float
-    accelerators: frozenset[str]
-
-
-def cluster_nodes(settings: Settings) -> list[Node]:
-    """The living nodes, as the cluster's dashboard lists them; this process does not join it.
-
-    Raises SubmissionError if no cluster answers.
-    """
+def cluster_nodes(settings: Settings) -> list[dict[str, float]]:
+    """What each living node has of Ray's resources, by the cluster's dashboard. Raises SubmissionError."""
     _check_ray(settings)
     from ray.util.state import list_nodes
 
     alive: Any = [("state", "=", "ALIVE")]
     with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: cannot list the nodes", "look at `nsa status`"):
         listed = list_nodes(settings.ray_dashboard, alive, limit=_MOST_NODES, detail=True)
-    nodes = []
-    for each in listed:
-        resources = vars(each)["resources_total"]
-        types = {name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)}
-        nodes.append(Node(float(resources.get("GPU", 0)), frozenset(types)))
-    return nodes
+        return [vars(each)["resources_total"] for each in listed]
 
 
 def _check_ray(settings: Settings) -> None:

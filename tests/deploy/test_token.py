@@ -82,7 +82,7 @@ def test_the_token_and_the_folder_are_the_owners_alone(user: User) -> None:
 
 def test_every_port_is_on_loopback_and_refuses_those_without_the_token(user: User) -> None:
     """Ray's Prometheus metrics alone are for everyone on the host (docs/security.md)."""
-    ray = services.status(settings(user))[0]
+    ray = services.local_services(settings(user))[0]
     family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
     found = set[Any]()
     for process in family:
@@ -135,7 +135,9 @@ def test_another_user_of_the_host_gets_nothing(user: User) -> None:
         "replace the token": lambda: (user.home / ".ray" / "auth_token").write_bytes(b"mine"),
         "read uploads": lambda: os.listdir(folder / "r" / "session_latest" / "runtime_resources"),
         "the raylet's socket": lambda: _connect(folder / "r" / "session_latest" / "sockets" / "raylet"),
-        "read the environment": lambda: Path(f"/proc/{services.status(settings(user))[0].pid}/environ").read_bytes(),
+        "read the environment": lambda: Path(
+            f"/proc/{services.local_services(settings(user))[0].pid}/environ"
+        ).read_bytes(),
         "list jobs": lambda: urllib.request.urlopen(url, timeout=10).read(),
         "submit a job": lambda: urllib.request.urlopen(job, timeout=10).read(),
     }

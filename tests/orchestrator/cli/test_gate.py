@@ -8,7 +8,8 @@ import pytest
 from nsa_command import Nsa
 from statements import verdicts_of
 
-from orchestrator.judge.rules import DEFAULT_GATES
+from jobs.specs.load import load_spec
+from orchestrator.judge.rules import READY_SPECS, load_gates
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord
 
@@ -40,13 +41,11 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
     assert not (tmp_path / "nsa.db").exists()
 
 
-def test_a_command_that_its_spec_refuses_is_not_advised(nsa: Nsa, tmp_path: Path):
-    rules = DEFAULT_GATES.read_text().replace("{spec: demo.yaml}", "{spec: demo.yaml, set: ['lengths=[0]']}")
-    (tmp_path / "gates.yaml").write_text(rules)
-    for command in ("plan", "resolve"):
-        code, _, err = nsa(command, "linear-scaling/cpu", "--gates", str(tmp_path / "gates.yaml"))
-        assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith("error: set: ['lengths=[0]']: demo.yaml refuses it: lengths")
+def test_each_spec_takes_what_a_rule_sets_in_it():
+    rules = load_gates()
+    for target in rules.targets:
+        for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
+            assert measure.spec is None or load_spec(READY_SPECS / measure.spec, measure.set)
 
 
 @pytest.mark.usefixtures("measured")

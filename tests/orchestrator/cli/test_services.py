@@ -49,15 +49,15 @@ def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(
     try:
         up = services.up(settings, num_cpus=1)
         assert [s.healthy for s in up] == [True, True]
-        again = services.up(settings, num_cpus=1)
-        assert [s.pid for s in again] == [s.pid for s in up]  # a second `up` starts nothing
+        begun = [s.pid for s in up]
+        assert [s.pid for s in services.up(settings, num_cpus=1)] == begun  # a second `up` starts nothing
         services.up(second, num_cpus=1)
         first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
         assert first_address != second_address
         assert ray_folder.local_address(settings) == first_address  # for a driver that is no job
         assert ray_folder.local_address(second) == second_address
         _down_leaves_nothing(second)
-        assert [s.healthy for s in services.status(settings)] == [True, True]
+        assert [s.healthy for s in services.local_services(settings)] == [True, True]
         _down_leaves_nothing(settings)
     finally:
         services.down(second)
@@ -70,7 +70,7 @@ def _down_leaves_nothing(settings: Settings) -> None:
     assert (folder / "ray_current_cluster").exists()
     assert services.down(settings) == ["dashboard", "ray"]
     assert not folder.parent.exists()
-    assert not any(s.healthy or s.pid for s in services.status(settings))
+    assert not any(s.healthy or s.pid for s in services.local_services(settings))
     assert services.down(settings) == []
 
 
@@ -126,7 +126,7 @@ def test_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
-    assert services.status(settings)[0].pid is None
+    assert services.local_services(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
 
 

@@ -14,7 +14,7 @@ import pytest
 from nsa_command import Nsa
 
 from orchestrator.cli import services, submission
-from orchestrator.cli.submission import SubmissionError, Submitted
+from orchestrator.cli.submission import SubmissionError
 from orchestrator.execute.upload import Upload
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings
@@ -45,7 +45,7 @@ def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytes
         thread.start()
         settings = Settings(ray_dashboard=f"http://127.0.0.1:{server.server_address[1]}")
         alike = "ray_version" in answer
-        assert [one.healthy for one in services.status(settings) if one.name == "ray"] == [alike]
+        assert [one.healthy for one in services.local_services(settings) if one.name == "ray"] == [alike]
         assert services.asks_for_token(settings)
         for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: submission.cluster_nodes(settings)):
             with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http://127\.0\.0\.1:\d+'.*; ") as caught:
@@ -72,9 +72,9 @@ def test_a_resume_reaches_the_job_with_the_runs_whole_id(
         store.apply_many(sweep("r1", laws={"chunked": 1.0}))
     sent: list[Sequence[str]] = []
 
-    def submit(settings: Settings, spec: Path, overrides: Sequence[str], more: Sequence[str]) -> Submitted:
+    def submit(settings: Settings, spec: Path, overrides: Sequence[str], more: Sequence[str]) -> str:
         sent.append(more)
-        return Submitted("raysubmit_1", 0)
+        return "raysubmit_1"
 
     monkeypatch.setattr(submission, "submit", submit)
     assert nsa("submit", str(READY_SPECS / "demo.yaml"), "--resume", "last", *options, "--no-wait").code == 0
