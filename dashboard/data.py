@@ -16,8 +16,6 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import help_pages
-from jobs.schema.axes import AXES, more_columns
-from jobs.schema.states import PointState
 from orchestrator.artifact_url import is_local
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
@@ -65,9 +63,8 @@ def running(store: Store, run_id: str) -> list[dict[Any, Any]]:
 
 @_read
 def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
-    """Scaling fits of the runs, a row per fit, with its local slopes in the column `local`."""
-    found = analysis.scaling_fits(queries.scaling(store, run_ids=run_ids))
-    return analysis.fits_frame(found).assign(local=[fit.local for fit in found])
+    """Scaling fits of the runs, a row per fit."""
+    return analysis.fits_frame(analysis.scaling_fits(queries.scaling(store, run_ids=run_ids)))
 
 
 @_read
@@ -80,16 +77,6 @@ def comparison(store: Store, first: str, other: str, metric: str) -> Comparison:
 def branches(store: Store, run_ids: Sequence[str]) -> list[BranchShares]:
     """Time by branch of every series and length of the runs for which stages are stored."""
     return branch_shares(queries.measurements(store, run_ids=run_ids))
-
-
-@_read
-def lengths(store: Store, run_ids: Sequence[str]) -> dict[str, int]:
-    """Most lengths that a series of each run has measured, by run id; runs without any are left out."""
-    states = queries.states(store, run_ids=run_ids)
-    measured = states.loc[(states["state"] == PointState.OK) & states["seq_len"].notna()]
-    columns = [axis.name for axis in AXES if axis.in_series]
-    counts = measured.groupby(["run_id", *columns, *more_columns(states.columns)], dropna=False)["seq_len"].nunique()
-    return {str(run_id): int(count) for run_id, count in counts.groupby("run_id").max().items()}
 
 
 def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:

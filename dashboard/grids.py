@@ -91,7 +91,7 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
                 "Exponent": row["exponent"],
                 "Growth": row["law"],
                 "Rests on": f"{len(lengths)}: {length_label(lengths[0])} to {length_label(lengths[-1])}",
-                "Local exponents": row["local_text"],
+                "Local exponents": ", ".join(map(str, row["local"])),
                 "Overhead": parts.number(row["overhead"], quantity.unit) if row["overhead"] > 0 else "–",
                 "Pass": row["pass"] or "–",
                 "Shape": series.full_shape(row) or "–",

@@ -14,7 +14,7 @@ from jobs.schema import quantities as declared
 from jobs.schema.plain_text import for_html
 from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState, RunState
-from orchestrator.judge.branches import BranchShares, shares_frame, take_overs
+from orchestrator.judge.branches import BranchShares, take_overs
 from orchestrator.judge.growth import MIN_LENGTHS
 from orchestrator.report import charts, series
 from orchestrator.report.scaling_chart import drawable, scaling_chart
@@ -23,8 +23,7 @@ from orchestrator.store import Store
 MEMORY = tuple(quantity.name for quantity in declared.MEMORY)  # a chart needs only one kind of memory
 BESIDE, TOGETHER = "beside", "together"
 _RECENT = 200  # complete runs among which the default is looked for
-_UNENDED = ("running", "pending", "cancelled")
-_ENOUGH = 5  # lengths of one series that make a sweep worth opening with
+_ENOUGH = 5  # lengths that make a sweep worth opening with
 CHART_HEIGHT = 380  # pixels
 GROWTH = (
     "The exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths on which it holds; "
@@ -34,9 +33,6 @@ GROWTH = (
 _WAITING = (PointState.PENDING, PointState.RUNNING)
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
 _NAME = 300  # characters shown of a name in a legend
-_LEGEND = "display: flex; flex-wrap: wrap; gap: 0.2rem 1.25rem; font-size: 0.875rem"
-_ENTRY = "display: flex; align-items: baseline; gap: 0.4rem; overflow-wrap: anywhere"
-_MARK = "width: 1rem; flex: none; text-align: center; font-size: 1.15rem; line-height: 1"
 
 
 class Choice(NamedTuple):
@@ -91,16 +87,14 @@ def choose(store: Store, runs: pd.DataFrame) -> Choice:
 def _usual_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     """Ids of the runs to open with: our newest complete sweep, and the reported curve from which this project started.
 
-    That sweep has five lengths of one series, or the most that any complete run has; a scaling sweep comes before other
-    kinds. Without a complete run over three lengths: the newest with results, else the newest.
+    That sweep has five lengths, or the most that any complete run has; a scaling sweep comes before other kinds.
+    Without a complete run over three lengths: the newest with results, else the newest.
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
-    complete = []  # done, or resumed after that, so that some points are measured again
-    for run in ours:
-        done = run["state"] == RunState.DONE or (run["resumed"] and not any(run[name] for name in _UNENDED))
-        complete += [run] if done and run["ok"] >= MIN_LENGTHS else []
-    lengths = data.lengths(store, [run["run_id"] for run in complete[:_RECENT]])
-    least = max(MIN_LENGTHS, min(_ENOUGH, max(lengths.values(), default=0)))
+    complete = [run for run in ours if run["state"] == RunState.DONE and run["ok"] >= MIN_LENGTHS][:_RECENT]
+    states = data.states(store, run_ids=[run["run_id"] for run in complete])
+    lengths = states.loc[states["state"] == PointState.OK].groupby("run_id")["seq_len"].nunique()
+    least = max(MIN_LENGTHS, min(_ENOUGH, lengths.max()))
     sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= least]
     sweeps.sort(key=lambda run: run["kind"] != "scaling")
     chosen = [run["run_id"] for run in (sweeps or [run for run in ours if run["ok"]] or ours)[:1]]
@@ -239,9 +233,9 @@ def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
     """Draw each series' mark and name as text of the page, where no name is cut."""
     html = ""
     for name, look in entries:
-        mark = f'<span style="{_MARK}; color: {look.color}">{look.sign}</span>'
-        html += f'<span style="{_ENTRY}">{mark}<span style="opacity: 0.8">{for_html(name, _NAME)}</span></span>'
-    st.html(f'<div class="legend" style="{_LEGEND}">{html}</div>')
+        mark = f'<span style="color: {look.color}">{look.sign}</span>'
+        html += f"<span>{mark}<span>{for_html(name, _NAME)}</span></span>"
+    st.html(f'<div class="legend">{html}</div>')
 
 
 def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
@@ -285,9 +279,8 @@ def _branches(shares: Sequence[BranchShares]) -> None:
     for one, identity in zip(taken, identities, strict=True):
         title = names[series.key(identity)]
         left, right = st.columns(2, gap="medium")
-        own = shares_frame([share for share in shares if share.series == one.series])
         with left:
-            chart, legend = charts.branch_chart(own)
+            chart, legend = charts.branch_chart([share for share in shares if share.series == one.series])
             st.altair_chart(chart, alt=f"{title}: share of each branch against sequence length")
             show_legend(legend)
         right.subheader(parts.plain(title))

@@ -35,7 +35,6 @@ class Fit(Growth):
 
     local: tuple[LocalSlope, ...]  # the slopes of all of the series' octaves, shortest first
     series: Mapping[str, Any]  # the series' values of `series_columns`; None for a missing one
-    local_text: str  # these in short: "4K 1.2, 8K 1.5"
     metric: str
     run_id: str
     point_ids: tuple[str, ...]  # of the points fitted
@@ -72,8 +71,7 @@ def scaling_fits(rows: pd.DataFrame) -> list[Fit]:
         if law is not None:
             series, points = series_of(columns, identity), group.loc[group["seq_len"] >= law.lengths[0], "point_id"]
             about = {"metric": series["metric"], "run_id": series["run_id"], "point_ids": tuple(points)}
-            local_text = ", ".join(map(str, local))
-            fits.append(Fit(**vars(law), local=local, series=series, local_text=local_text, **about))
+            fits.append(Fit(**vars(law), local=local, series=series, **about))
     return fits
 
 
@@ -92,11 +90,10 @@ def series_of(columns: Sequence[str], values: Any) -> dict[str, Any]:
 
 
 def fits_frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Frame with a row per fit: the series' columns, then its growth in numbers and in `law`, points, `local_text` and
+    """Frame with a row per fit: the series' columns, then its growth in numbers and in `law`, its `local` slopes and
     the fitted `curve`, pairs of length and value. Where a power law is refused, exponent and interval are NaN.
     """
-    power = ("exponent", "ci_low", "ci_high")
-    other = ("overhead", "residual", "n", "lengths", "point_ids", "local_text")
+    power, other = ("exponent", "ci_low", "ci_high"), ("overhead", "lengths", "local")
     rows = []
     for fit in fits:
         row = {**fit.series, **{name: math.nan if fit.refused else getattr(fit, name) for name in power}}

@@ -127,19 +127,6 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
     return split
 
 
-def shares_frame(shares: Sequence[BranchShares]) -> pd.DataFrame:
-    """Frame with a row per series, length and branch: the series' columns, then seq_len, batch, branch, milliseconds
-    and share (0 to 1)."""
-    rows = [
-        {**one.series, "seq_len": one.seq_len, "batch": one.batch, "branch": branch.value, "milliseconds": time}
-        | {"share": one.share(branch)}
-        for one in shares
-        for branch, time in one.milliseconds.items()
-    ]
-    columns = list(shares[0].series) if shares else []
-    return pd.DataFrame(rows, columns=[*columns, "seq_len", "batch", "branch", "milliseconds", "share"])
-
-
 @dataclass(frozen=True)
 class Crossing:
     """Length from which on the compressed branch costs more than others."""

@@ -49,7 +49,8 @@ class Part:
     """Points of a run that differ in their lengths alone: a row of the others' coordinates, and the lengths."""
 
     row: Row
-    lengths: frozenset[Any]
+    lengths: set[Any]
+    failed: set[Any]  # the lengths at which a point failed
 
     def lengths_in(self, scope: Scope) -> set[Any]:
         """The lengths that are in the scope."""
@@ -69,8 +70,7 @@ class Run:
     commit: str | None
     minutes: float | None  # its duration; None if it has not ended, or was resumed after a pause
     shape: int  # runs of the same number have the same parts
-    parts: tuple[Part, ...]  # its points by coordinates, whatever became of them
-    failed_parts: tuple[Part, ...]
+    parts: Sequence[Part]  # its points by coordinates, whatever became of them
     states: Mapping[PointState, int]  # number of its points by state
     complete: bool  # whether it is done, or was and all that its points are still counts while some are measured again
     foreign: str  # why its code is not that of this history; "" if it is
@@ -94,7 +94,7 @@ class Run:
 
     def failed(self, scope: Scope) -> bool:
         """Whether a point in the scope failed."""
-        return any(part.lengths_in(scope) for part in self.failed_parts)
+        return any(part.failed & part.lengths_in(scope) for part in self.parts)
 
     def in_scope(self, scope: Scope, *more: Where) -> list[Row]:
         """Rows of the points in the scope that match all further filters, by number."""
@@ -228,8 +228,7 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     shapes: dict[frozenset, int] = {}
     runs: list[Run] = []
     for row in rows:
-        parts: dict[tuple, set[Any]] = defaultdict(set)
-        failed: dict[tuple, set[Any]] = defaultdict(set)
+        parts: dict[tuple, Part] = {}
         states: Counter[PointState] = Counter()
         for _, state, card, more, *values, number, with_length, lengths in groups.get(row["run_id"], ()):
             states[state] += number
@@ -237,11 +236,12 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
             point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or row["gpu"]}
             point |= {"kind": row["kind"], "run_name": row["name"]}
             own = sorted((json.loads(more or "{}") or {}).items())
-            key = (*point.items(), *((MORE + name, value) for name, value in own if value is not None))
-            for group in (parts, failed) if state in FAILED else (parts,):
-                group[key].update(map(int, lengths.split(",") if lengths else ()))
-                group[key].update([None] if with_length < number else [])
-        shape = shapes.setdefault(frozenset((key, frozenset(lengths)) for key, lengths in parts.items()), len(shapes))
+            point |= {MORE + name: value for name, value in own if value is not None}
+            part = parts.setdefault(tuple(point.items()), Part(point, set(), set()))
+            found = {*map(int, lengths.split(",") if lengths else ()), *([None] if with_length < number else [])}
+            for known in (part.lengths, part.failed) if state in FAILED else (part.lengths,):
+                known |= found
+        measured = frozenset((key, frozenset(part.lengths)) for key, part in parts.items())
         commit, foreign = row["git_commit"] and str(row["git_commit"])[:10], ""
         if not commit and (SOURCES / ".git").exists():  # without, as where it is installed, no commit is known
             foreign = "its commit is unknown"
@@ -260,9 +260,8 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
                 state=state,
                 commit=commit or None,
                 minutes=(row["ended_at"] - row["created_at"]).total_seconds() / 60 if whole else None,
-                shape=shape,
-                parts=tuple(Part(dict(key), frozenset(lengths)) for key, lengths in parts.items()),
-                failed_parts=tuple(Part(dict(key), frozenset(lengths)) for key, lengths in failed.items()),
+                shape=shapes.setdefault(measured, len(shapes)),
+                parts=list(parts.values()),
                 states=states,
                 complete=state is RunState.DONE or (row["resumed"] > 0 and all(each.settles for each in states)),
                 foreign=foreign,

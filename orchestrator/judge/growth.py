@@ -33,7 +33,6 @@ _OCTAVE = math.log2(1.9)  # from here on two lengths are an octave apart; half o
 _MIX_RANGE = 6  # lengths that a mix keeps if a shorter one that it misses is left out
 _OUTLIES = 0.6  # of the residual, if less is left without its shortest length: that has another law, as of a launch
 _COUNTS = 0.1  # share of the value from which on a part counts
-_FAR = 64  # times the longest length, up to which the quadratic part's take-over is looked for
 _FEW_OCTAVES = 3  # beyond, a slope spans more than one
 _SURE = 0.25  # half of a local slope's interval up to which it stands alone
 
@@ -46,8 +45,6 @@ class Mix:
     share_low: float  # 95 % interval of the quadratic part's share there
     share_high: float
     takes_over: float  # length from which on the quadratic part is the greater half; infinite where there is none
-    low: float  # its 95 % interval
-    high: float
     residual: float  # root mean square of the relative residuals
     lengths: tuple[int, ...]  # the distinct lengths fitted, ascending
 
@@ -149,8 +146,8 @@ def fit_growth(
 def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
     """The mix by nonnegative least squares of the relative residuals; None where no four lengths bear it.
 
-    Intervals invert Student's test of a linear combination of the unconstrained parts (Fieller, J. Roy. Stat. Soc. B
-    16, 175, 1954): of the shares, and of the lengths, that the values do not refuse.
+    The share's interval inverts Student's test of a linear combination of the unconstrained parts (Fieller, J. Roy.
+    Stat. Soc. B 16, 175, 1954): the shares that the values do not refuse.
     """
     from scipy import optimize, special
 
@@ -164,22 +161,14 @@ def _mix(x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> Mix | None:
     variance = max(float(np.sum((terms @ loose - root) ** 2)) / free, _LEAST_NOISE**2)
     reach = float(special.stdtrit(free, (1 + _LEVEL) / 2)) ** 2 * variance * np.linalg.pinv(terms.T @ terms)
 
-    def kept(values: np.ndarray, combinations: np.ndarray, best: float) -> tuple[float, float]:
-        """Range of the values whose combination of parts may be zero."""
-        spread = np.einsum("ni,ij,nj->n", combinations, reach, combinations)
-        inside = np.append(values[(combinations @ loose) ** 2 <= spread], best)
-        return float(inside.min()), float(inside.max())
-
-    step = (_FAR**2 * x.max() / x.min()) ** 0.0005
     shares = np.linspace(0, 1, 1001)
-    share = kept(shares, np.stack([-shares, -shares, 1 - shares], axis=1), parts[2] / parts.sum())
-    at = np.geomspace(x.min() / x.max() / _FAR, _FAR, 2001)
-    overhead, linear, quadratic = parts
+    combinations = np.stack([-shares, -shares, 1 - shares], axis=1)
+    spread = np.einsum("ni,ij,nj->n", combinations, reach, combinations)
+    inside = np.append(shares[(combinations @ loose) ** 2 <= spread], parts[2] / parts.sum())
+    overhead, linear, quadratic = map(float, parts)
     half = (linear + math.sqrt(linear**2 + 4 * overhead * quadratic)) / (2 * quadratic) if quadratic > 0 else math.inf
-    low, high = kept(at, np.stack([-np.ones_like(at), -at, at**2], axis=1), half)
-    high = high if high < at[-1] else math.inf
-    ends = (float(half * x.max()), low / step * float(x.max()), high * step * float(x.max()))
-    return Mix((float(overhead), float(linear), float(quadratic)), *share, *ends, norm / math.sqrt(free), _distinct(x))
+    ends = (float(inside.min()), float(inside.max()), half * float(x.max()))
+    return Mix((overhead, linear, quadratic), *ends, norm / math.sqrt(free), _distinct(x))
 
 
 def _refuses(mix: Mix, x: np.ndarray, y: np.ndarray, noise: np.ndarray) -> bool:

@@ -44,11 +44,10 @@ class GatesError(UserError):
 
 
 class Measure(Strict):
-    """The way to missing evidence: a ready spec to submit, the missing part of this version, or any text."""
+    """The way to missing evidence: a ready spec to submit, or any text."""
 
     spec: str | None = Field(None, description="file name of a ready spec (jobs/configs)")
     set: tuple[str, ...] = Field((), description="KEY=VALUE to override in it")
-    lacking: Words | None = None
     text: Words | None = None
 
     @model_validator(mode="before")
@@ -58,8 +57,8 @@ class Measure(Strict):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if sum(each is not None for each in (self.spec, self.lacking, self.text)) != 1:
-            raise ValueError("give either spec (the file name of a ready spec), or lacking, or a text")
+        if (self.spec is None) == (self.text is None):
+            raise ValueError("give either spec (the file name of a ready spec), or a text")
         if self.set and self.spec is None:
             raise ValueError("set: needs a spec; name one")
         known = sorted(path.name for path in READY_SPECS.glob("*.yaml"))
@@ -112,6 +111,7 @@ class Plan(TrainingPlan):
 
 AtPlan = Literal["seq_len", "batch", "mode"]
 QUESTIONS = ("right", "feasible", "worth it")
+_UNCHANGED: Any = None  # a default alone: in a file, null is no value to change a field to
 
 
 class Instead(Strict):
@@ -126,16 +126,9 @@ class Change(Strict):
     """A rule's differences on one hardware; `where` replaces the fields that it gives."""
 
     where: Where = ANY
-    measure: Measure | None = None
-    at_most: Bound | None = None
-    at_least: Bound | None = None
-
-    @model_validator(mode="after")
-    def _replaces_something(self) -> Self:
-        for name in ("measure", "at_most", "at_least"):
-            if name in self.model_fields_set and getattr(self, name) is None:
-                raise ValueError(f"{name}: None: is nothing to change it to; give a value, or remove it")
-        return self
+    measure: Measure = _UNCHANGED
+    at_most: Bound = _UNCHANGED
+    at_least: Bound = _UNCHANGED
 
 
 class _Rule(Strict):
@@ -271,7 +264,7 @@ Rule = Annotated[ExponentRule | MetricRule | RatioRule | StatesRule, Field(discr
 class Target(Strict):
     """A decision: GO only if every rule holds; on each of its hardware separately, if it names any."""
 
-    name: Name
+    name: Annotated[Name, Field(max_length=_LONGEST_NAME - 41)]  # a verdict's has "/" and its hardware's, too
     title: Words
     plan: Plan | None = None
     crossovers: tuple[str, ...] = Field((), description="the first that has evidence is named in sentences")
@@ -282,15 +275,13 @@ class Target(Strict):
     def _consistent(self) -> Self:
         if not self.rules:
             raise ValueError("rules: is empty; without a rule nothing would be decided")
-        if double := _double(rule.rule for rule in self.rules):
-            raise ValueError(f"rules: {double!r} comes twice; give each rule its own name")
+        _check_distinct("rules", (rule.rule for rule in self.rules))
+        _check_distinct("hardware", self.hardware)
         if self.plan is None and any(getattr(rule, "at_least", None) == "plan" for rule in self.rules):
             raise ValueError("at_least: 'plan' needs a plan; add steps, tokens_per_step and hours to the target")
         of_plan = [rule.rule for rule in self.rules if rule.at_plan or getattr(rule, "at_least", None) == "seq_len"]
         if of_plan and (self.plan is None or self.plan.seq_len is None):
             raise ValueError(f"rules.{of_plan[0]}: needs a plan with seq_len; add both to the target")
-        if double := _double(self.hardware):
-            raise ValueError(f"hardware: {double!r} comes twice; remove one")
         for rule in self.rules:
             of_hardware = {name: getattr(rule, name) for name in ("gpus", "min_gpus", "transfers", "per_hardware")}
             of_hardware["on_several"] = rule.on_several.model_fields_set
@@ -299,9 +290,6 @@ class Target(Strict):
             if unknown := sorted(rule.per_hardware.keys() - set(self.hardware)):
                 where = f"rules.{rule.rule}.per_hardware"
                 raise ValueError(f"{where}: {unknown[0]!r} is not hardware of this target; add it there")
-        for name in (f"{self.name}/{hardware}" for hardware in self.hardware):
-            if len(name) > _LONGEST_NAME:
-                raise ValueError(f"name: {name!r} is longer than {_LONGEST_NAME} letters; shorten it")
         return self
 
     def rules_on(self, hardware: Hardware | None) -> list[Rule]:
@@ -343,15 +331,13 @@ class Gates(Strict):
     def _consistent(self) -> Self:
         if not self.targets:
             raise ValueError("targets: is empty; add one")
-        if double := _double(target.name for target in self.targets):
-            raise ValueError(f"targets: {double!r} comes twice; give each target its own name")
-        if double := _double(each.name for each in self.hardware):
-            raise ValueError(f"hardware: {double!r} comes twice; give each its own name")
+        _check_distinct("targets", (target.name for target in self.targets))
+        _check_distinct("hardware", (each.name for each in self.hardware))
         for target in self.targets:
-            if unknown := sorted(set(target.crossovers) - {each.name for each in self.crossovers}):
-                raise ValueError(f"targets.{target.name}.crossovers: {unknown[0]!r} is unknown; describe it above")
-            if unknown := sorted(set(target.hardware) - {each.name for each in self.hardware}):
-                raise ValueError(f"targets.{target.name}.hardware: {unknown[0]!r} is unknown; describe it in hardware")
+            for field, known in (("crossovers", self.crossovers), ("hardware", self.hardware)):
+                if unknown := sorted(set(getattr(target, field)) - {each.name for each in known}):
+                    where = f"targets.{target.name}.{field}"
+                    raise ValueError(f"{where}: {unknown[0]!r} is unknown; describe it in the file's {field}")
             for hardware in filter(None, self.of(target)):
                 if not target.rules_on(hardware):
                     raise ValueError(f"targets.{target.name}.rules: none is for {hardware.name}; lower a min_gpus")
@@ -385,9 +371,10 @@ class Gates(Strict):
         raise GatesError(f"target: {requested!r} is unknown; use one of {', '.join(chain(*verdicts))}")
 
 
-def _double(names: Iterable[str]) -> str | None:
-    """The first name, by the alphabet, that comes twice."""
-    return next((name for name, number in sorted(Counter(names).items()) if number > 1), None)
+def _check_distinct(field: str, names: Iterable[str]) -> None:
+    for name, number in Counter(names).items():
+        if number > 1:
+            raise ValueError(f"{field}: {name!r} comes twice; remove one, or give it another name")
 
 
 def load_gates(path: Path | None = None) -> Gates:

@@ -90,7 +90,7 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
     gpus = cards if rule.gpus == "all" else min(cards, 1)
     measure = rule.measure
     if measure.spec is None:
-        return Step(None, measure.lacking or measure.text or "", title, gpus, None, "not known", (rule.rule,))
+        return Step(None, measure.text or "", title, gpus, None, "not known", (rule.rule,))
     gpus = gpus if hardware else int((_content(measure.spec).get("resources") or {}).get("num_gpus") or 0)
     accelerator, price = (hardware.accelerator, hardware.price) if hardware else (None, None)
     overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))

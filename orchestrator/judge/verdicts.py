@@ -145,8 +145,6 @@ def _target(
     for rule in target.rules_on(hardware):
         step = step_of(rule, hardware, known)
         how = f"run `{step.command}`" if step.command else step.lacking
-        if rule.measure.lacking:
-            how = f"this version lacks {how}"
         case, scope = _Case(rule, target.plan, runs, how), Scope(rule.where, hardware, whole=rule.gpus == "all")
         verdict = _judge(case, scope)
         if verdict.value is None:

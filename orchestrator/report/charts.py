@@ -14,7 +14,7 @@ import altair as alt
 import pandas as pd
 
 from jobs.schema.quantities import Quantities, written_unit
-from orchestrator.judge.branches import Branch
+from orchestrator.judge.branches import Branch, BranchShares
 from orchestrator.report import series
 from orchestrator.report.series import AMBER, BLUE, BROWN, GREY, PERIWINKLE, PINK, TEAL, Look
 
@@ -67,8 +67,7 @@ def exponent_chart(fits: pd.DataFrame, quantities: Quantities) -> alt.LayerChart
 
 
 def local_chart(fits: pd.DataFrame, quantities: Quantities) -> tuple[alt.LayerChart, Legend]:
-    """Local exponents, the slopes over about an octave, against S: of fits of one metric (`fits_frame`), each with its
-    `LocalSlope`s in a column `local`."""
+    """Local exponents, the slopes over about an octave, against S: of fits of one metric (`fits_frame`)."""
     rows = fits.to_dict("records")
     names = series.labels(rows, quantities)
     slopes = [(row, slope) for row in rows for slope in row["local"]]
@@ -113,18 +112,21 @@ def _mark(row: Mapping[Any, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {"series": names[series.key(row)], "color": look.color, "mark": look.mark}
 
 
-def branch_chart(frame: pd.DataFrame) -> tuple[alt.Chart, Legend]:
-    """Each branch's share of one series' time (`shares_frame`), a bar per length, the compressed branch at the foot."""
-    present = set(frame["branch"])
-    order = [branch.value for branch in Branch if branch.value in present]
-    legend = [(branch, Look(_BRANCHES[Branch(branch)], "square")) for branch in order]
-    length, place = frame["seq_len"].map(length_label), frame["branch"].map(order.index)
-    shown = frame[["branch", "milliseconds", "share"]].assign(length=length, place=place)
-    lengths = [length_label(length) for length in sorted(set(frame["seq_len"]))]
+def branch_chart(shares: Sequence[BranchShares]) -> tuple[alt.Chart, Legend]:
+    """Each branch's share of one series' time, a bar per length, the compressed branch at the foot."""
+    order = [branch for branch in Branch if any(branch in one.milliseconds for one in shares)]
+    legend = [(branch.value, Look(_BRANCHES[branch], "square")) for branch in order]
+    shown = pd.DataFrame(
+        {"branch": branch.value, "milliseconds": time, "share": one.share(branch)}
+        | {"length": length_label(one.seq_len), "place": order.index(branch)}
+        for one in shares
+        for branch, time in one.milliseconds.items()
+    )
+    lengths = [length_label(length) for length in sorted({one.seq_len for one in shares})]
     x = alt.X("length:N", title="sequence length S [tokens]", sort=lengths, axis=alt.Axis(labelAngle=0))
     axis = alt.Axis(format="%", tickCount=5, gridOpacity=0.35)
     y = alt.Y("share:Q", title="share of the time", axis=axis, scale=alt.Scale(domain=[0, 1]))
-    colors = alt.Scale(domain=order, range=[look.color for _, look in legend])
+    colors = alt.Scale(domain=[name for name, _ in legend], range=[look.color for _, look in legend])
     color = alt.Color("branch:N", scale=colors, legend=None)
     share, time = alt.Tooltip("share:Q", format=".1%"), alt.Tooltip("milliseconds:Q", title="ms", format=",.4~g")
     tooltip = ["branch:N", alt.Tooltip("length:N", title="S"), share, time]

@@ -32,8 +32,7 @@ def measured(rows: pd.DataFrame) -> Any:  # a frame: Pandas' stubs do not say so
 
 def fitted(rows: Any) -> Any:
     """The rows' fits with their local slopes, as the pages have them."""
-    fits = scaling_fits(rows)
-    return fits_frame(fits).assign(local=[fit.local for fit in fits])
+    return fits_frame(scaling_fits(rows))
 
 
 def scaling(rows: Any, metric: str = "time", fits: Any = NONE) -> alt.LayerChart:
