@@ -11,14 +11,6 @@ from jobs.schema.states import FAILED
 from orchestrator.errors import UserError
 
 _ICON = str(Path(__file__).with_name("icon.svg"))
-# On a narrow screen the header is opaque and higher. Code in a caption would be paler than the pale text around it.
-# Long names and values of a table of facts break anywhere, so that both of its columns are seen.
-_STYLE = """<style>
-[data-testid=stMainBlockContainer] { padding-top: 3.5rem; }
-@media (max-width: 768px) { [data-testid=stMainBlockContainer] { padding-top: 4.5rem; } }
-[data-testid=stCaptionContainer] code { color: inherit; }
-[data-testid=stTable] tr:has(td:nth-child(2):last-child) td * { overflow-wrap: anywhere; }
-</style>"""
 
 
 def main() -> None:
@@ -34,7 +26,7 @@ def main() -> None:
             ]
         }
     )
-    st.html(_STYLE)
+    st.html(Path(__file__).with_name("style.css"))
     with st.sidebar:
         _database()
     page.run()

@@ -21,31 +21,12 @@ _ANY_MACHINE = "Any machine"  # the column of a target that names no hardware
 _TRANSFERRED = "⇄"
 _NO_RULE = ":gray[–]"
 _MEANING = {Result.GO: "holds", Result.NO_GO: "fails", Result.UNKNOWN: "open"}
-# A value is a link: it looks like text, so that twenty of them stay readable, and like a link under the pointer.
-_STYLE = """<style>
-[class*=st-key-rules-] td a { color: inherit !important; text-decoration: none !important; }
-[class*=st-key-rules-] td a:is(:hover, :focus-visible) { text-decoration: underline dotted !important; }
-[class*=st-key-rules-] :is(td, th), .st-key-crossovers :is(td, th),
-[class*=st-key-answers-] :is(td, th) { padding: 0.1rem 0.5rem !important; }
-[class*=st-key-rules-] :is(td, th):first-child * { white-space: nowrap; }
-[class*=st-key-reasons-] td { padding: 0.3rem 0.5rem !important; vertical-align: top; }
-[class*=st-key-reasons-] td:nth-child(1) { width: 30%; }
-[class*=st-key-reasons-] td:nth-child(2) { width: 17%; }
-[class*=st-key-reasons-] td:nth-child(4) { width: 13%; }
-[class*=st-key-rules-] td p { font-variant-numeric: tabular-nums; }
-@media (max-width: 640px) {
-  [class*=st-key-rules-] :is(td, th) { padding: 0.1rem 0.25rem !important; }
-  [class*=st-key-rules-] :is(td, th):first-child * { white-space: normal; }
-}
-[class*=st-key-decision-] h3 { padding: 0 0 0.9rem; }
-</style>"""
 
 
 @data.explained
 def page() -> None:
     store = data.open_store()
     st.title("Overview")
-    st.html("<style>[data-testid=stMainBlockContainer] { padding-bottom: 3rem; }</style>")
     counts = data.counts(store)
     if not counts["runs"]:
         help_pages.nothing_yet()
@@ -90,7 +71,6 @@ def _decisions(store: Store) -> None:
         with st.container(border=True, key="crossovers", gap="xsmall"):
             st.markdown("### Where NSA begins to pay")
             grids.table([_pays(each) for each in crossings])
-    st.html(_STYLE)
     for each in decisions:
         card(each)
 

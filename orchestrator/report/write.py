@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 import vl_convert
+from jinja2 import Environment, FileSystemLoader
 
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import for_file, for_html, in_a_line, printable
@@ -35,12 +36,6 @@ _NOTE = 4_000
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a}"
-    "table{border-collapse:collapse;display:block;overflow-x:auto;font-size:13px}"
-    "th,td{text-align:left;padding:.25rem .7rem;border-bottom:1px solid #ddd;vertical-align:top}"
-    "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}"
-)
 
 
 class ReportError(UserError):
@@ -158,18 +153,12 @@ class _Facts:
 
     def html(self) -> str:
         """The report as one self-contained HTML file."""
-        name = for_html(self.title)
-        parts = [f"<h1>{name}</h1>"]
-        for quantity, chart in self.charts().items():
-            title = for_html(f"{quantity.title} per sequence")
-            image = vl_convert.vegalite_to_svg(chart)
-            parts.append(f"<figure><figcaption>{title}</figcaption>{image}</figure>")
-        for table in self.tables():
-            parts.append(f"<h2>{for_html(table.title)}</h2>")
-            parts += [f"<p>{for_html(table.note, _NOTE)}</p>"] if table.note else []
-            parts.append(table.html() if table.rows else "<p>None.</p>")
-        head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-        return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+        loader = FileSystemLoader(Path(__file__).parent)
+        environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)
+        environment.filters["text"] = for_html
+        charts = {quantity: vl_convert.vegalite_to_svg(chart) for quantity, chart in self.charts().items()}
+        page = environment.get_template("report.html.j2")
+        return page.render(title=self.title, charts=charts, tables=self.tables())
 
     def tables(self) -> Iterable[Table]:
         yield self._runs()

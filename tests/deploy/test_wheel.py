@@ -127,7 +127,12 @@ def test_the_wheel_has_the_data_and_the_licence_but_no_tests(wheel: Path) -> Non
     journals = {f"orchestrator/reference_data/journals/{path.name}" for path in OUR_RUNS.glob("*.jsonl.gz")}
     assert {name for name in names if name.startswith(PACKAGES)} == {name for name, _ in sources(ROOT)} | journals
     assert journals
-    assert {"dashboard/app.py", "dashboard/icon.svg", "dashboard/.streamlit/config.toml"} <= names
+    assert {
+        "dashboard/app.py",
+        "dashboard/icon.svg",
+        "dashboard/style.css",
+        "dashboard/.streamlit/config.toml",
+    } <= names
     assert {name.split("/")[0] for name in names} - {"nsa_core", "jobs", "orchestrator", "dashboard"} == {
         name.split("/")[0] for name in names if ".dist-info/" in name
     }
