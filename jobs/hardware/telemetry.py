@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import fmean
@@ -17,20 +17,9 @@ import pynvml
 
 from jobs.hardware import nvml
 from jobs.hardware.stats import summarize
+from jobs.schema import quantities
 from jobs.schema.point import Metric, Reading
-from jobs.schema.quantities import (
-    CPU_UTILIZATION,
-    GPU_ENERGY,
-    GPU_MEMORY_USED,
-    GPU_POWER,
-    GPU_PROCESSES,
-    GPU_SM_CLOCK,
-    GPU_TEMPERATURE,
-    GPU_THROTTLED,
-    GPU_UTILIZATION,
-    RESIDENT_MEMORY,
-    Quantity,
-)
+from jobs.schema.quantities import Quantity
 
 _STOP_S = 10.0  # for the look that a sampling is at
 _KEPT = 1000  # samples kept per metric; of more, as many evenly in time
@@ -40,20 +29,14 @@ _FULL_RATE = 10_000  # samples of a GPU, after which their number grows with the
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State of one GPU at a look; None for values that the driver does not report."""
+    """State of one GPU at a look."""
 
     gpu: str
     number: int  # of the look at all GPUs, from 0
     seconds: float  # since the look before; 0 of the first one, and after a pause
-    utilization: float | None  # percent of the last driver interval in which a kernel ran
-    memory_mib: float | None
-    power_w: float | None
-    sm_mhz: float | None
-    celsius: float | None
-    throttle: int | None  # bit mask of all reasons
-    pids: tuple[int, ...] | None  # of all processes
-    throttled: bool | None = None  # whether its clock is lowered against its will
-    joules: float | None = None  # since the power was last known; None of the first look, and after a pause
+    values: Mapping[Quantity, float]  # those that the driver reports; energy is that since the power was last known
+    throttle: int = 0  # bit mask of all reasons
+    pids: tuple[int, ...] = ()  # of all processes
 
 
 class GpuSampler:
@@ -72,30 +55,28 @@ class GpuSampler:
 
     def sample(self, number: int, clock: float) -> Sample:
         """Sample of now, which is `clock` in seconds."""
-        device = self._device
-        memory = nvml.ask(lambda: pynvml.nvmlDeviceGetMemoryInfo(device).used)
-        power = nvml.ask(lambda: pynvml.nvmlDeviceGetPowerUsage(device) / 1000)
-        throttle = nvml.ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))
-        pids = nvml.ask(lambda: nvml.compute_pids(device))
+        device, ask = self._device, nvml.ask
+        found = {
+            quantities.GPU_UTILIZATION: ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
+            quantities.GPU_MEMORY_USED: ask(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).used) / 2**20),
+            quantities.GPU_POWER: ask(lambda: pynvml.nvmlDeviceGetPowerUsage(device) / 1000),
+            quantities.GPU_SM_CLOCK: ask(lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
+            quantities.GPU_TEMPERATURE: ask(
+                lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)
+            ),
+        }
+        if (pids := ask(lambda: nvml.compute_pids(device))) is not None:
+            found[quantities.GPU_PROCESSES] = len(pids)
+        if (reasons := ask(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device))) is not None:
+            found[quantities.GPU_THROTTLED] = 100 * bool(reasons & self._throttles)
+        if (watts := found[quantities.GPU_POWER]) is not None:
+            before, self._power = self._power, (clock, watts)
+            if before is not None:
+                found[quantities.GPU_ENERGY] = (before[1] + watts) / 2 * (clock - before[0])  # trapezoidal rule
         since, self._looked = self._looked, clock
-        joules = None
-        if power is not None:
-            before, self._power = self._power, (clock, power)
-            joules = None if before is None else (before[1] + power) / 2 * (clock - before[0])  # trapezoidal rule
-        return Sample(
-            gpu=self._gpu,
-            number=number,
-            seconds=0.0 if since is None else clock - since,
-            utilization=nvml.ask(lambda: pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
-            memory_mib=None if memory is None else int(memory) / 2**20,
-            power_w=power,
-            sm_mhz=nvml.ask(lambda: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
-            celsius=nvml.ask(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
-            throttle=throttle,
-            throttled=None if throttle is None else bool(throttle & self._throttles),
-            pids=None if pids is None else tuple(pids),
-            joules=joules,
-        )
+        values = {quantity: float(value) for quantity, value in found.items() if value is not None}
+        seconds = 0.0 if since is None else clock - since
+        return Sample(self._gpu, number, seconds, values, reasons or 0, tuple(pids or ()))
 
 
 class Telemetry:
@@ -143,9 +124,9 @@ class Telemetry:
             if mine := [sample for sample in new if sample.gpu == gpu]:
                 self._read = new[-1].number
                 values: dict[Quantity, float] = {}
-                for quantity in (GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_MEMORY_USED):
+                for quantity in quantities.LIVE:
                     if known := _known(mine, quantity):
-                        values[quantity] = max(known) if quantity is GPU_MEMORY_USED else fmean(known)
+                        values[quantity] = max(known) if quantity is quantities.GPU_MEMORY_USED else fmean(known)
                 found.append(Reading(rank, mine[-1].number, time.time(), values))
         return found
 
@@ -185,27 +166,16 @@ class TelemetrySummary:
     text: str
 
 
-# Quantities in the order of the table, each with its field of a sample and its title.
-_FIELDS = {
-    GPU_UTILIZATION: ("utilization", "utilisation"),
-    GPU_MEMORY_USED: ("memory_mib", "memory used"),
-    GPU_POWER: ("power_w", "power"),
-    GPU_SM_CLOCK: ("sm_mhz", "SM clock"),
-    GPU_TEMPERATURE: ("celsius", "temperature"),
-}
-
-
 def _known(samples: Sequence[Sample], quantity: Quantity) -> list[float]:
-    values = [getattr(sample, _FIELDS[quantity][0]) for sample in samples]
-    return [float(value) for value in values if value is not None]
+    return [sample.values[quantity] for sample in samples if quantity in sample.values]
 
 
 def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> TelemetrySummary:
     """Metrics over all samples of all GPUs, each by the time that it stands for, and a table per GPU as text."""
     samples = sorted(samples, key=lambda sample: sample.gpu)  # stable: in the order of time within a GPU
     metrics: list[Metric] = []
-    for quantity in (GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE):
-        known = [sample for sample in samples if getattr(sample, _FIELDS[quantity][0]) is not None]
+    for quantity in quantities.GPU_LEVELS:
+        known = [sample for sample in samples if quantity in sample.values]
         values, method = np.array(_known(known, quantity)), "NVML samples while the point ran, start-up included"
         if len(known) > _KEPT:  # a long point is sampled less often towards its end
             ends = np.cumsum([sample.seconds for sample in known])
@@ -214,22 +184,22 @@ def summarise_samples(samples: Sequence[Sample], problem: str | None = None) -> 
         if known:
             metrics.append(summarize(quantity, values.tolist(), method))
     method = "highest of the NVML samples while the point ran"
-    processes = [float(len(sample.pids)) for sample in samples if sample.pids is not None]
-    for quantity, highest in ((GPU_MEMORY_USED, _known(samples, GPU_MEMORY_USED)), (GPU_PROCESSES, processes)):
-        if highest:
+    for quantity in (quantities.GPU_MEMORY_USED, quantities.GPU_PROCESSES):
+        if highest := _known(samples, quantity):
             metrics.append(Metric.of(quantity, max(highest), method=method))
     if (share := _throttled(samples)) is not None:
-        metrics.append(Metric.of(GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
-    if joules := [sample.joules for sample in samples if sample.joules is not None]:
+        metrics.append(Metric.of(quantities.GPU_THROTTLED, share, method="share of NVML samples with a throttle"))
+    if joules := _known(samples, quantities.GPU_ENERGY):
         method = "integral of the NVML samples of power while the point held its GPUs, all of them, start-up included"
-        metrics.append(Metric.of(GPU_ENERGY, sum(joules), method=method))
+        metrics.append(Metric.of(quantities.GPU_ENERGY, sum(joules), method=method))
     return TelemetrySummary(tuple(metrics), _text(samples, problem))
 
 
 def _throttled(samples: Sequence[Sample]) -> float | None:
     """Share of the time with a throttle [%]; None if it is not known."""
-    looks = [(s.throttled, s.seconds or 1e-9) for s in samples if s.throttled is not None]
-    return 100 * (sum(on * weight for on, weight in looks) / sum(weight for _, weight in looks)) if looks else None
+    known = [sample for sample in samples if quantities.GPU_THROTTLED in sample.values]
+    seconds, on = [s.seconds or 1e-9 for s in known], _known(known, quantities.GPU_THROTTLED)
+    return 100 * (sum(s for s, share in zip(seconds, on, strict=True) if share) / sum(seconds)) if known else None
 
 
 def _text(samples: Sequence[Sample], problem: str | None) -> str:
@@ -237,15 +207,15 @@ def _text(samples: Sequence[Sample], problem: str | None) -> str:
     for gpu in dict.fromkeys(s.gpu for s in samples):
         mine = [s for s in samples if s.gpu == gpu]
         lines.append(f"GPU {gpu}: {len(mine)} samples over {sum(s.seconds for s in mine):.1f} s")
-        for quantity, (_, title) in _FIELDS.items():
+        for quantity in (*quantities.GPU_LEVELS, quantities.GPU_MEMORY_USED):
             if known := _known(mine, quantity):
                 spread = f"min {min(known):.0f}  mean {fmean(known):.0f}  max {max(known):.0f} {quantity.unit}"
-                lines.append(f"  {title:12} {spread}")
-        reasons = [name for bit, name in nvml.THROTTLES.items() if any((s.throttle or 0) & bit for s in mine)]
+                lines.append(f"  {quantity.title:22}  {spread}")
+        reasons = [name for bit, name in nvml.THROTTLES.items() if any(s.throttle & bit for s in mine)]
         share = f"{_throttled(mine) or 0:.3g} % of the time; clocks held by: {', '.join(reasons)}"
-        pids = sorted({pid for s in mine for pid in s.pids or ()})
-        lines += [f"  throttled    {share if reasons else 'never'}"]
-        lines += ["  processes    " + (" ".join(map(str, pids)) or "none listed")]
+        pids = sorted({pid for s in mine for pid in s.pids})
+        lines.append(f"  {'Throttled':22}  {share if reasons else 'never'}")
+        lines.append(f"  {'Processes':22}  {' '.join(map(str, pids)) or 'none listed'}")
     if problem:
         lines.append(f"Sampling ended early: {problem}.")
     return "\n".join(lines) + "\n"
@@ -280,7 +250,7 @@ class ProcessUsage:
                 continue
             self._before[pid] = clock, seconds
             share = 100 * max(0.0, seconds - before) / (clock - since) / self._cores
-            values = {CPU_UTILIZATION: share, RESIDENT_MEMORY: resident / 2**20}
+            values = {quantities.CPU_UTILIZATION: share, quantities.RESIDENT_MEMORY: resident / 2**20}
             found.append(Reading(rank, self._number, time.time(), values))
         return found
 

@@ -230,10 +230,8 @@ GPU_MEMORY_USED = Quantity("gpu_memory_used", "MiB", "Memory used on the GPU", r
 GPU_PROCESSES = Quantity("gpu_processes", "1", "Processes on the GPU", role=Role.TELEMETRY)
 GPU_THROTTLED = Quantity("gpu_throttled", "%", "Samples with a throttle", better=Better.LOWER, role=Role.TELEMETRY)
 GPU_ENERGY = Quantity("gpu_energy", "J", "GPU energy", role=Role.TELEMETRY)
-TELEMETRY = (
-    *(GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED),
-    GPU_ENERGY,
-)
+GPU_LEVELS = (GPU_UTILIZATION, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE)
+TELEMETRY = (*GPU_LEVELS, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED, GPU_ENERGY)
 
 # Series of every point on a CPU.
 CPU_UTILIZATION = Quantity("cpu_utilization", "%", "CPU utilisation", role=Role.TELEMETRY)

@@ -178,9 +178,8 @@ def test_usage_of_a_process_tree_counts_its_children() -> None:
 
 def test_kept_samples_are_those_of_all_gpus_and_even_in_time() -> None:
     """A long point is sampled less often towards its end, and looks at two cards alternate."""
-    nothing = (None, None, None, None, None, None)
     looks = [(n, 0.2, 90.0) for n in range(2000)] + [(2000 + n, 2.0, 10.0) for n in range(600)]
-    samples = [Sample(gpu, n, s, use - int(gpu), *nothing) for n, s, use in looks for gpu in ("0", "1")]
+    samples = [Sample(gpu, n, s, {GPU_UTILIZATION: use - int(gpu)}) for n, s, use in looks for gpu in ("0", "1")]
     [found] = [metric for metric in summarise_samples(samples).metrics if metric.name == "gpu_utilization"]
     assert len(found.samples) == 1000
     assert found.value == 10, "busy for 400 s of 1,600"
