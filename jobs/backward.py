@@ -35,19 +35,9 @@ from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
-from jobs.specs.fields import (
-    NSA,
-    WINDOW_ALONE,
-    Count,
-    Layers,
-    Length,
-    Lengths,
-    Unique,
-    computes,
-    names_among,
-    preset_among,
-)
-from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
+from jobs.specs import fields
+from jobs.specs.fields import WINDOW_ALONE, Count, Layers, Unique, computes
+from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
@@ -76,9 +66,9 @@ MODELS: Mapping[str, ModelConfig] = {
 class CaseSpec(Strict):
     """Sizes of a model and its variants: every combination."""
 
-    preset: Annotated[str, preset_among(MODELS)]
+    preset: Annotated[str, fields.preset_among(MODELS)]
     layers: Annotated[list[Layers], Field(min_length=1), Unique]
-    lengths: Lengths
+    lengths: fields.Lengths
     branches: Annotated[list[Literal["all", "cmp", "slc", "win"]], Field(min_length=1), Unique] = Field(
         default=["all"], description="of each layer: all, or one alone; the model has no weights for the others"
     )
@@ -115,7 +105,7 @@ class DrillSpec(Strict):
     """A hang on purpose, to see what it leaves."""
 
     hang_in_layer: Layers = Field(description="the layer whose backward pass never ends")
-    from_length: Length = Field(default=1, description="of the sequences for which it does not")
+    from_length: fields.Length = Field(default=1, description="of the sequences for which it does not")
 
 
 class BisectSpec(Strict):
@@ -142,11 +132,13 @@ class Spec(JobSpec):
 
     kind: Literal["backward"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     cases: Annotated[list[CaseSpec], Field(min_length=1)]
-    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]
+    implementations: Annotated[
+        list[str], Field(min_length=1), Unique, fields.names_among("implementation", *WINDOW_ALONE)
+    ]
     batch: Count = 1
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    nsa: fields.NSA | None = Field(default=None, description="None: the preset's")
     timing: TimingSpec = Field(default=TimingSpec(), description="of the pass without the watch")
     bisect: BisectSpec | None = None
     drill: DrillSpec | None = None
@@ -220,10 +212,10 @@ class Spec(JobSpec):
         (layers, seq_len), preset, branch, drill = size, variant.case.preset, variant.branch, self.drill
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
         settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
-        place = {"implementation": name, "pass_": "forward+backward", "seq_len": seq_len, "batch": self.batch}
-        case = Case(
-            **place,
-            **case_fields(self, machine),
+        case = Case.of(
+            self,
+            machine,
+            (name, "forward+backward", seq_len, self.batch),
             dtype=self.precision,
             model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
             repeats=variant.repeats,

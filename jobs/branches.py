@@ -19,7 +19,7 @@ from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
-from jobs.specs.fields import WINDOW_ALONE, BareNSA, Count, HeadsSpec, Passes, Unique, computes, names_among
+from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Count, HeadsSpec, Passes, Unique, computes
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core import NSAConfig
@@ -44,7 +44,7 @@ class Spec(SweepSpec):
     """Lengths x branches x passes x backends."""
 
     kind: Literal["branches"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    backends: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]
+    backends: Backends
     branches: Annotated[list[Literal["cmp", "slc", "win", "all"]], Field(min_length=1), Unique] = Field(
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )

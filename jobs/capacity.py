@@ -27,7 +27,7 @@ from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THR
 from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import Count, Lengths, Unique
-from jobs.specs.fit import case_fields, does_not_fit
+from jobs.specs.fit import does_not_fit
 from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
@@ -86,9 +86,11 @@ class Spec(PresetSpec):
         lengths, limit = sorted(self.lengths), machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
-        place = {"implementation": implementation, "seq_len": lengths[0], "batch": batch, "dtype": self.precision}
-        model = self.model(implementation, checkpointing=checkpointing)
-        shortest = Case(pass_="train", **place, **case_fields(self, machine), model=model, limit_bytes=limit)
+        place, model = (
+            (implementation, "train", lengths[0], batch),
+            self.model(implementation, checkpointing=checkpointing),
+        )
+        shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit)
         cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]
         estimates = [case.estimate() if predicts(implementation) else None for case in cases]
         fit = sum(estimate is not None and estimate.total <= limit for estimate in estimates)

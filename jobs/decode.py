@@ -24,7 +24,7 @@ from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import HeadsSpec, Layers, Unique, names_among
-from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
+from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core import NSAConfig, compress, nsa_attention
 from nsa_core.backends import BACKENDS
@@ -115,9 +115,8 @@ class Spec(WorkloadSpec):
             else:
                 nsa = NSAConfig() if dense else base.nsa  # dense attention has none, so it may not change the key
                 model = bare_model(base.heads, base.kv_heads, base.head_dim, base.layers, nsa=nsa, **attention)
-            place = {"implementation": implementation, "pass_": "decode", "seq_len": seq_len, "batch": self.batch}
-            own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing}
-            case = Case(**place, **case_fields(self, machine), **own, model=model)
+            own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing, "model": model}
+            case = Case.of(self, machine, (implementation, "decode", seq_len, self.batch), **own)
             # Caches hold a key and a value for each token, layer and kv head; NSA's also the compressed ones.
             held = seq_len + (0 if dense else model.nsa.cmp_tokens(seq_len))
             row = 2 * model.kv_heads * model.head_dim * case.torch_dtype.itemsize

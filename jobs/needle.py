@@ -29,14 +29,13 @@ from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporte
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of
 from jobs.specs.fields import Count, Layers, Preset, Unique
-from jobs.specs.fit import case_fields, does_not_fit
-from jobs.training.case import Layout, TrainingCase
+from jobs.specs.fit import does_not_fit
+from jobs.training.case import Layout, OptimizerSpec, TrainingCase, check_warm_up
 from jobs.training.data.corpus import Batches, Corpus
 from jobs.training.errors import noting_sigterm
 from jobs.training.live import HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES
 from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
-from jobs.training.optimizer import OptimizerSpec, check_warm_up
 from jobs.training.state import first_steady
 from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS
@@ -210,10 +209,9 @@ class Spec(PresetSpec):
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             batch = self.tokens // seq_len
             model = self.model(implementation, vocab_size=task.vocabulary, layers=layers)
-            place = {"implementation": implementation, "seq_len": seq_len, "batch": batch, "dtype": self.precision}
             own = {name: getattr(self, name) for name in ("steps", "compile", "depths", "questions", "converged_nat")}
-            own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task}
-            case = Case(**place, **case_fields(self, machine), model=model, **own)
+            own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task, "dtype": self.precision}
+            case = Case.of(self, machine, (implementation, "train", seq_len, batch), model=model, **own)
             needed, label = case.estimate(), f"{implementation} {self.preset} S={seq_len}"
             skip = does_not_fit(needed, self, machine, "shorten lengths, or lower tokens")
             points.append(Point("needle", label, case, case.axes(more=mode_of(case.model_dump())), needed, skip))

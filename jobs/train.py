@@ -17,15 +17,14 @@ from pydantic import Field, model_validator
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
 from jobs.specs.fields import NSA, Count, Preset, Unique
-from jobs.specs.fit import backend_reasons, case_fields, does_not_fit
+from jobs.specs.fit import backend_reasons, does_not_fit
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import JobSpec, Recovery, SpecError
-from jobs.training.case import CheckpointSpec, Layout, Parallel, TextCase, divided
+from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
-from jobs.training.optimizer import OptimizerSpec, check_warm_up
 from jobs.training.rank import RankReport, train_rank
 from nsa_core.backends import Heads, default
 from nsa_core.model import PRESETS
@@ -152,15 +151,17 @@ class TrainingSpec(JobSpec):
             backend=backend if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
-        fields = ("seq_len", "batch", "steps", "compile", "cuda_graphs", "optimizer", "data", "plan", "checkpoints")
-        case = Case(
-            implementation="dense" if attention == "dense" else backend,
+        fields = ("steps", "compile", "cuda_graphs", "optimizer", "data", "plan", "checkpoints")
+        case = Case.of(
+            self,
+            machine,
+            ("dense" if attention == "dense" else backend, "train", self.seq_len, self.batch),
+            ranks=self.ranks,
             dtype=self.precision,
             model=model,
             layout=Layout(micro_batch, self.ranks, accumulation, *exchange),
             restarts=self.restarts,
             **{name: getattr(self, name) for name in fields},
-            **case_fields(self, machine, self.ranks),
             **self.case_fields(),
         )
         needed = case.estimate()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from jobs.measure.check import HeadShape
+from jobs.specs.fields import HeadsSpec
 from nsa_core import NSAConfig
 from nsa_core.backends import flash
 from nsa_core.routes import note
@@ -38,7 +38,7 @@ class Peer:
         except metadata.PackageNotFoundError:
             return "a checkout"
 
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+    def incompatible(self, shape: HeadsSpec, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         """Reason why it does not compute such operands on a "cpu" or "cuda" device; None if it does."""
         if device != "cuda":
             return f"it runs on cuda, not on the {device}"
@@ -71,7 +71,7 @@ class DensePyTorch(Peer):
     def version(self) -> str:
         return torch.__version__  # with CUDA's, unlike that of the distribution
 
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+    def incompatible(self, shape: HeadsSpec, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         return None
 
     def semantics(self, config: NSAConfig) -> NSAConfig | None:
@@ -94,7 +94,7 @@ class FlashLinearAttention(Peer):
     DISTRIBUTION = "fla-core"
     MODULES = ("fla.ops.nsa.parallel",)
 
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+    def incompatible(self, shape: HeadsSpec, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         group = shape.query_heads // shape.kv_heads
         if group < 16 or not _is_power_of_two(group):
             return f"its groups of query heads are powers of two from 16 on, not {group}"
@@ -138,7 +138,7 @@ class NSATriton(Peer):
     WIDEST = 128
     SMALL_GROUPS: ClassVar[str | None] = None  # module of another selected branch, of groups of at most 8 query heads
 
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+    def incompatible(self, shape: HeadsSpec, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         if shape.head_dim > self.WIDEST:
             return f"its head dims are at most {self.WIDEST}, not {shape.head_dim}"
         if config.slc_block not in (32, 64, 128, 256):
@@ -207,7 +207,7 @@ class ScalableFlashNSA(Peer):
     DISTRIBUTION = "flash-nsa"
     MODULES = ("flash_nsa", "flash_nsa.ops.combine")
 
-    def incompatible(self, shape: HeadShape, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
+    def incompatible(self, shape: HeadsSpec, config: NSAConfig, dtype: torch.dtype, device: str) -> str | None:
         if not _is_power_of_two(shape.head_dim):
             return f"its head dims are powers of two, not {shape.head_dim}"
         if not _is_power_of_two(config.cmp_stride):

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
-from jobs.measure.check import Agreement, HeadShape, WrongResult, check_attention
+from jobs.measure.check import Agreement, WrongResult, check_attention
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.rows import RowCheck
 from jobs.schema.axes import Axes
-from jobs.schema.point import Beat, Case, Device, Measurement, Metric
+from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
+from jobs.specs.fields import HeadsSpec
+from jobs.specs.spec import JobSpec
 from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig
 from nsa_core.routes import Branch, route_of
 
 if TYPE_CHECKING:
     from jobs.measure.model_pass import ModelPass
+
+
+Place = tuple[str, str, int, int]
+"""Implementation, pass, length and batch of a case."""
 
 
 class ModelCase(Case):
@@ -41,6 +47,19 @@ class ModelCase(Case):
     threads: int | None  # of PyTorch on the CPU; None: its default
     model: ModelConfig  # for workload attention a bare one, so that the key has only what is measured
 
+    @classmethod
+    def of(
+        cls, spec: JobSpec, machine: Machine, place: tuple[str, str, int, int], *, ranks: int = 1, **own: Any
+    ) -> Self:
+        """The case of a spec at a place: implementation, pass, length and batch.
+
+        Its CPU threads, of each rank, are the cores that the point is scheduled with; None (PyTorch's) on a GPU.
+        """
+        threads = max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
+        implementation, pass_, seq_len, batch = place
+        where = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": batch}
+        return cls(**where, device=machine.device, seed=spec.seed, threads=threads, **own)
+
     @property
     def backward(self) -> bool:
         """Whether gradients are computed."""
@@ -51,8 +70,9 @@ class ModelCase(Case):
         return BRANCHES
 
     @property
-    def shape(self) -> HeadShape:
-        return HeadShape(self.model.heads, self.model.kv_heads, self.model.head_dim)
+    def shape(self) -> HeadsSpec:
+        model = self.model
+        return HeadsSpec(query_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
 
     @property
     def tokens(self) -> int:
@@ -69,14 +89,14 @@ class ModelCase(Case):
 
     def check(self) -> Agreement:
         """Compare the attention with the oracle. Raises WrongResult."""
-        settings = self.model.nsa, self.shape, self.torch_dtype, self.torch_device
+        settings: tuple[Any, ...] = self.model.nsa, self.shape, self.torch_dtype, self.torch_device
         how: dict[str, Any] = {"backward": self.backward, "seed": self.seed, "branches": self.branches}
         return check_attention(self.implementation, *settings, **how)
 
     def axes(self, **own: Any) -> Axes:
         """Axes of the point; `own` adds some or replaces them."""
         fields = {"implementation", "workload", "pass_", "seq_len", "batch", "dtype", "device"}
-        common: dict[str, Any] = self.model_dump(include=fields) | asdict(self.shape)
+        common: dict[str, Any] = self.model_dump(include=fields) | self.shape.model_dump()
         common["layers"] = self.model.layers if self.workload == "model" else None
         return Axes(**common | own)
 

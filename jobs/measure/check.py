@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
-from jobs.specs.fields import DENSE_KERNELS
+from jobs.specs.fields import DENSE_KERNELS, HeadsSpec
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS, Backend
 from nsa_core.functional import BRANCHES
@@ -33,16 +33,6 @@ CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # hi
 
 class WrongResult(Exception):  # noqa: N818 - the state it leads to is "error"; the name says which
     """An implementation disagrees with the oracle, and is not timed."""
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class Agreement:
 
 
 def make_inputs(
-    shape: HeadShape, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
+    shape: HeadsSpec, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
 ) -> dict[str, Tensor]:
     """q [B,S,Hq,D], k, v [B,S,Hkv,D] and gate logits [B,S,Hq,3] from a seeded standard normal distribution."""
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": backward}
@@ -110,7 +100,7 @@ def attend_by(
 def check_attention(
     implementation: str,
     config: NSAConfig,
-    shape: HeadShape,
+    shape: HeadsSpec,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -207,10 +197,11 @@ def judge(
     return agreement
 
 
-def small_case(config: NSAConfig, shape: HeadShape) -> tuple[HeadShape, int]:
+def small_case(config: NSAConfig, shape: HeadsSpec) -> tuple[HeadsSpec, int]:
     """Heads and length to compare at: at most two kv heads, and one block more than a query selects."""
     kv_heads = min(shape.kv_heads, 2)
-    heads = HeadShape(kv_heads * (shape.query_heads // shape.kv_heads), kv_heads, shape.head_dim)
+    query_heads = kv_heads * (shape.query_heads // shape.kv_heads)
+    heads = shape.model_copy(update={"query_heads": query_heads, "kv_heads": kv_heads})
     return heads, (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
 
 

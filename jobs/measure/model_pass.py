@@ -97,9 +97,11 @@ class PassSpec(PresetSpec):
         self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
-            place = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": self.batch}
-            model = self.model(implementation, checkpointing=self.checkpointing)
-            case = case_type(**place, **fit.case_fields(self, machine), dtype=self.precision, model=model, **own)
+            place, model = (
+                (implementation, pass_, seq_len, self.batch),
+                self.model(implementation, checkpointing=self.checkpointing),
+            )
+            case = case_type.of(self, machine, place, dtype=self.precision, model=model, **own)
             needed = case.estimate().total if predicts(implementation) else None
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"

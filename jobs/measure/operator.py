@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +19,7 @@ from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
 from jobs.specs.fields import MOST, NSA, BareNSA, Count, DType, HeadsSpec, Large, Lengths, Passes, Preset, Unique
-from jobs.specs.fit import case_fields, does_not_fit, refuse_unusable
+from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
@@ -43,7 +43,7 @@ class OperatorCase(ModelCase):
         common |= {"dtype": self.torch_dtype, "backward": self.backward, "device": self.torch_device}
         if self.workload == "model":
             return estimate_model(self.model, optimizer=None, **common)
-        return estimate_attention(self.model.nsa, **asdict(self.shape), **common)
+        return estimate_attention(self.model.nsa, **self.shape.model_dump(), **common)
 
     def check(self) -> Agreement:
         """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
@@ -208,9 +208,8 @@ class Sweep:
             model = replace(model, attention="dense", backend="auto")
         else:
             model = replace(model, attention="nsa", backend=implementation)
-        place = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": self.batch}
-        own |= {"workload": self.workload, "dtype": self.spec.dtype, "timing": self.spec.timing}
-        return self.case(**place, **case_fields(self.spec, self.machine), **own, model=model)
+        own |= {"workload": self.workload, "dtype": self.spec.dtype, "timing": self.spec.timing, "model": model}
+        return self.case.of(self.spec, self.machine, (implementation, pass_, seq_len, self.batch), **own)
 
 
 class LayoutsSpec(SweepSpec):

@@ -81,6 +81,7 @@ Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
 Implementations = Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *DENSE_KERNELS)]
+Backends = Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]  # of NSA
 Passes = Annotated[list[Pass], Field(min_length=1), Unique]
 Lengths = Annotated[list[Length], Field(min_length=1), Unique]
 
@@ -99,3 +100,6 @@ class HeadsSpec(Strict):
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
         return self
+
+    def __str__(self) -> str:
+        return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -74,15 +73,6 @@ def refuse_unusable(
         if (reason := reasons[name]) is not None:
             usable = [other for other, against in reasons.items() if against is None]
             raise SpecError(f"{field}: {name!r}: {reason}; use {', '.join(usable)}")
-
-
-def case_fields(spec: JobSpec, machine: Machine, ranks: int = 1) -> dict[str, Any]:
-    """Fields of a case that follow from the machine and what all specs have.
-
-    Its CPU threads, of each rank: the cores that the point is scheduled with; None (PyTorch's) on a GPU.
-    """
-    threads = max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
-    return {"device": machine.device, "seed": spec.seed, "threads": threads}
 
 
 def does_not_fit(needed: int | None, spec: JobSpec, machine: Machine, advice: str) -> str | None:

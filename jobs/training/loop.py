@@ -22,12 +22,11 @@ from jobs.measure.clock import synchronize
 from jobs.measure.memory import tensor_bytes
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.point import Beat, reporter
-from jobs.training.case import TrainingCase
+from jobs.training.case import TrainingCase, learning_rate
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.data.corpus import Corpus
 from jobs.training.errors import Diverged, Stopped, Suspended
 from jobs.training.live import HELDOUT_LOSS, LiveTraining, model_flops
-from jobs.training.optimizer import learning_rate, new_optimizer
 from jobs.training.parallel import ParallelModel, local, mark
 from jobs.training.probe import probe
 from jobs.training.soak import SoakWatch
@@ -77,7 +76,14 @@ class Trainer:
         if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
         self._parallel = ParallelModel(model, case.layout, device, compiled=case.compile, cuda_graphs=case.cuda_graphs)
-        self.state = TrainingState(model, new_optimizer(model, case.optimizer, device), corpus.batches)
+        weights, spec = list(model.parameters()), case.optimizer  # which may be sharded by now
+        groups: list[dict[str, Any]] = [
+            {"params": [w for w in weights if w.ndim >= 2], "weight_decay": spec.weight_decay},
+            {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
+        ]
+        fused, betas = device.type == "cuda", (spec.beta1, spec.beta2)
+        optimizer = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=betas, fused=fused)
+        self.state = TrainingState(model, optimizer, corpus.batches)
 
     @property
     def resident(self) -> int:

@@ -9,20 +9,9 @@ from statistics import fmean, median
 from jobs.diagnosis.advice import imbalance
 from jobs.hardware.energy import Energy
 from jobs.hardware.stats import summarize
+from jobs.schema import quantities
 from jobs.schema.point import Measurement, Metric
-from jobs.schema.quantities import (
-    AGREEMENT,
-    ENERGY,
-    ESTIMATE_ERROR,
-    MEMORY,
-    TELEMETRY,
-    THROUGHPUT,
-    THROUGHPUT_NEEDED,
-    TIME,
-    Better,
-    Quantity,
-    Role,
-)
+from jobs.schema.quantities import ENERGY, ESTIMATE_ERROR, THROUGHPUT, THROUGHPUT_NEEDED, TIME, Better, Quantity, Role
 from jobs.training.case import TextCase
 from jobs.training.live import CHECKPOINT_FAILURES, HELDOUT_LOSS, LOSS, MFU, RANK_COMPUTE_TIME, SERIES, model_flops
 from jobs.training.probe import NEAR
@@ -44,10 +33,9 @@ CHECKPOINT_SIZE = Quantity("checkpoint_size", "MiB", "Size of a checkpoint", bet
 RESUMED_STEP = Quantity("resumed_step", "1", "Step that training was last resumed from")
 CHECKPOINTS = (CHECKPOINT_WAIT, CHECKPOINT_TIME, CHECKPOINT_SIZE, CHECKPOINT_FAILURES, RESUMED_STEP)
 QUANTITIES = (
-    *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE, *MEMORY),
-    *(RANK_STEP_TIME, RANK_COMPUTE_TIME),
-    *(HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, LATE_LOSS, FORESIGHT, *CHECKPOINTS, ESTIMATE_ERROR, *AGREEMENT),
-    *(*TELEMETRY, *SERIES),
+    *(TIME, THROUGHPUT, ENERGY, LOSS, HELDOUT_LOSS, MFU, PLANNED_TIME, RANK_UTILIZATION, RANK_IMBALANCE),
+    *(*quantities.MEMORY, RANK_STEP_TIME, RANK_COMPUTE_TIME, HELDOUT_LOSS_BEFORE, THROUGHPUT_NEEDED, LATE_LOSS),
+    *(FORESIGHT, *CHECKPOINTS, ESTIMATE_ERROR, *quantities.AGREEMENT, *quantities.TELEMETRY, *SERIES),
 )
 
 

@@ -90,7 +90,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     watch = soak and SoakWatch(soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
     trainer = Trainer(case, corpus, device, rank, watch, notes)
     beat("check")
-    settings = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
+    settings: tuple[Any, ...] = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
     agreement = check_attention(*settings, backward=True, seed=case.seed)
     beat("heldout loss before")
     # The supervisor samples the GPU of a single rank, and a soak's watch looks itself.

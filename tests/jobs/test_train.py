@@ -17,10 +17,9 @@ from jobs.measure.memory import GraphMemory
 from jobs.schema.point import Measurement
 from jobs.train import Spec, measure
 from jobs.training import parallel as parallel_model
-from jobs.training.case import Layout
+from jobs.training.case import Layout, OptimizerSpec, learning_rate
 from jobs.training.data.corpus import split_bytes
 from jobs.training.errors import Ineffective
-from jobs.training.optimizer import OptimizerSpec, learning_rate
 from jobs.training.parallel import ParallelModel
 from jobs.training.probe import probe
 from nsa_core.loss import IGNORED

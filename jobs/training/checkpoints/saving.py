@@ -1,4 +1,4 @@
-"""Checkpoints of a training: when they are saved, which are kept, and where an interrupted training goes on."""
+"""Checkpoints of a training: when they are saved and how, which are kept, where an interrupted training goes on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import io
 import json
 import math
 import socket
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple
 from datetime import timedelta
@@ -18,26 +19,23 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import futures
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 
 from jobs.measure.clock import synchronize
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, reporter
 from jobs.training.case import CheckpointSpec, TextCase
-from jobs.training.checkpoints.folder import (
-    MANIFEST,
-    OPTIONS,
-    CheckpointError,
-    CheckpointFolder,
-    CheckpointReport,
-    Manifest,
-)
-from jobs.training.checkpoints.io import Writer
+from jobs.training.checkpoints import folder as storage
+from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder, CheckpointReport, Manifest
 from jobs.training.live import CHECKPOINT_FAILURES
 from jobs.training.soak import Interval
 from jobs.training.state import Run, TrainingState
@@ -139,7 +137,8 @@ class Checkpoints:
         self._first = self._number + 1
         for name, manifest in manifests.items():
             if manifest is None:
-                self._note(self.report.damaged, f"checkpoint {name} is damaged and not used: {MANIFEST} is no manifest")
+                text = f"checkpoint {name} is damaged and not used: {storage.MANIFEST} is no manifest"
+                self._note(self.report.damaged, text)
                 continue
             if not manifest.goes_on(self._key):
                 return None
@@ -236,7 +235,7 @@ class Checkpoints:
         content |= {"ranks": {rank: b""}} if same else {}
         url = f"{self._folder.url}/{manifest.name}"
         try:
-            reader = FsspecReader(url, **OPTIONS)
+            reader = FsspecReader(url, **storage.OPTIONS)
             state_dict_loader.load(content, storage_reader=reader, process_group=self._exchange.group)
         except CheckpointException as err:
             raise CheckpointError(
@@ -319,3 +318,85 @@ def _cause(err: BaseException) -> str:
     """The first rank's error in one of DCP's, on one line."""
     failures = err.failures.values() if isinstance(err, CheckpointException) else ()
     return next((error_in_a_line(wrapped[0]) for wrapped in failures), error_in_a_line(err))
+
+
+class Writer(FsspecWriter):
+    """Writes one checkpoint; its last act, on the first rank, is the manifest, which is given without files.
+
+    `progress` is called after each piece that was written, with the bytes of this rank so far.
+    """
+
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest, progress: Callable[[int], None]) -> None:
+        url, local = f"{folder.url}/{manifest.name}", folder.url.startswith("file:")
+        super().__init__(url, sync_files=local)  # elsewhere PyTorch would sync all disks of the host
+        self.manifest = manifest
+        self.begun = self.ended = time.perf_counter()  # the latter on the first rank, once it is complete
+        self._folder = folder
+        self._files = self.fs = _HashingFileSystem(progress)
+        self.path = self.fs.init_path(url, **storage.OPTIONS)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
+        """As StorageWriter; also returns this rank's files, which `finish` gets on the first rank."""
+        results: list[Any] = [*super().write_data(plan, planner).value(), self._files.written]
+        found: futures.Future[list[WriteResult]] = futures.Future()
+        found.set_result(results)
+        return found
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """As StorageWriter; then writes the manifest."""
+        files = {name: file for of_rank in results for name, file in of_rank[-1].items()}
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        files[".metadata"] = self._files.written[".metadata.tmp"]
+        self.manifest = self.manifest.model_copy(update={"files": files})
+        self._folder.complete_with(self.manifest)
+        self.ended = time.perf_counter()
+
+
+class _HashingFileSystem(FileSystem):
+    """Notes the size and hash of each file that is written, and tells the progress of all together."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self.written: dict[str, storage.WrittenFile] = {}
+        self.bytes, self.lock, self.progress = 0, threading.Lock(), progress
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashing = _HashingStream(stream, self)
+            try:
+                yield hashing
+            except RuntimeError:
+                if hashing.failure is not None:
+                    raise hashing.failure from None
+                raise
+        self.written[path.rpartition("/")[2]] = storage.WrittenFile(
+            size=hashing.size, sha256=hashing.digest.hexdigest()
+        )
+
+
+class _HashingStream:
+    """A stream that is only appended to; hashes its content."""
+
+    def __init__(self, stream: Any, files: _HashingFileSystem) -> None:
+        self._stream, self._files = stream, files
+        self.digest, self.size = hashlib.sha256(), 0
+        self.failure: Exception | None = None  # the first one; torch.save may end with an error of its own instead
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        try:
+            self._stream.write(data)
+        except Exception as err:
+            self.failure = self.failure or err
+            raise
+        view, files = memoryview(data), self._files
+        self.digest.update(view)
+        self.size += view.nbytes
+        with files.lock:
+            files.bytes += view.nbytes
+            files.progress(files.bytes)
+        return view.nbytes

@@ -222,7 +222,6 @@ def test_a_finished_training_is_not_repeated_and_other_code_begins_a_new_one(tex
 def test_a_process_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(text: Path, tmp_path: Path) -> None:
     script = """
         import json, os, signal, sys
-        from jobs.training.checkpoints import io as checkpoint_io
         from jobs.schema.point import Surroundings
         from jobs.train import Case, measure
 

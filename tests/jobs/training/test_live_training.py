@@ -12,8 +12,8 @@ from travelling import travelled
 
 from jobs.schema.point import Machine
 from jobs.train import Case, Spec, measure
+from jobs.training.case import learning_rate
 from jobs.training.live import LiveTraining, ModelFlops
-from jobs.training.optimizer import learning_rate
 
 STEPS = 30
 

@@ -26,9 +26,9 @@ from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import Deadlines, SpecError
 from jobs.train import QUANTITIES, Spec, measure
+from jobs.training.case import learning_rate
 from jobs.training.data.corpus import load_bytes
 from jobs.training.errors import Diverged
-from jobs.training.optimizer import learning_rate
 from nsa_core.model import PRESETS, NSATransformer
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Progress, SeriesRecord

@@ -255,7 +255,7 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
     def full(*_: object, **__: object) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr("jobs.training.checkpoints.io.Writer.finish", full)
+    monkeypatch.setattr("jobs.training.checkpoints.saving.Writer.finish", full)
     watching = Watching(tmp_path)
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
         train_rank(case, torch.device("cpu"), 0, watching, threading.Event())
