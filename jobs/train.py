@@ -26,7 +26,7 @@ from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.rank import RankReport, train_rank
-from nsa_core.backends import Heads, default
+from nsa_core.backends import Heads
 from nsa_core.model import PRESETS
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
@@ -142,7 +142,7 @@ class TrainingSpec(JobSpec):
         micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
         exchange = (self.parallel, self.gradient_compression, self.bucket_mb)
         if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
-            backend = default(torch.device(machine.device), getattr(torch, self.precision), reasons=reasons)
+            backend = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
         model = replace(
             base,
             vocab_size=self.data.vocabulary() or base.vocab_size,

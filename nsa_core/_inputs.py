@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -119,16 +119,6 @@ def per_branch(name: str, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> Triple:
     if not isinstance(x, tuple | list) or len(x) != 3 or not all(isinstance(part, Tensor) for part in x):
         raise InputError(name, type(x).__name__, "give one tensor, or a tuple of three: cmp, slc, win")
     return x[0], x[1], x[2]
-
-
-def check_types(config: NSAConfig, *, optional: Mapping[str, Tensor | None], **tensors: Tensor) -> None:
-    """Raise InputError if one of `tensors` is not a tensor or `config` not an NSAConfig; `optional` may be None."""
-    given = {name: x for name, x in optional.items() if x is not None}
-    for name, x in (tensors | given).items():
-        if not isinstance(x, Tensor):
-            raise InputError(name, type(x).__name__, "give a tensor; torch.as_tensor makes one of an array")
-    if not isinstance(config, NSAConfig):
-        raise InputError("config", type(config).__name__, "give an NSAConfig, e.g. NSAConfig(window=512)")
 
 
 def check_sequence(name: str, x: Tensor, packed: bool) -> None:

@@ -72,7 +72,6 @@ def nsa_attention(
         BackendError: a backend that is unknown or cannot run.
     """
     computed = ordered_branches(branches)
-    _inputs.check_types(config, q=q, gates=gates, optional={"k_cmp": k_cmp, "v_cmp": v_cmp})
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
     operands.check(config, cu_seqlens is not None)
@@ -80,7 +79,7 @@ def nsa_attention(
     backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
     attend = partial(_attend, config=config, scale=_scale(scale, q), branches=computed, backends=backends)
     _check_compression(config, (k_cmp, v_cmp)[: 2 if "cmp" in computed else int("slc" in computed)])
-    if _is_empty(q, cu_seqlens, max_seqlen):
+    if _is_empty(q, cu_seqlens):
         return operands.nothing()
     with _inputs.without_autocast(q):
         if cu_seqlens is None:
@@ -109,13 +108,12 @@ def select_blocks(
     Raises:
         InputError, BackendError: as nsa_attention.
     """
-    _inputs.check_types(config, q=q, k=k, optional={"k_cmp": k_cmp})
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
     factor = _scale(scale, q)
     _check_compression(config, (k_cmp,))
-    if _is_empty(q, cu_seqlens, max_seqlen):
+    if _is_empty(q, cu_seqlens):
         return q.new_empty(*q.shape[:-2], k.shape[-2], config.slc_count, dtype=torch.int32)
     with torch.no_grad(), _inputs.without_autocast(q):
         if cu_seqlens is None:
@@ -142,7 +140,6 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
     Raises:
         InputError: a wrong shape, or a learned compression, which only the layer computes.
     """
-    _inputs.check_types(config, x=x, optional={})
     _check_compression(config, (None,))
     _inputs.check_sequence("x", x, cu_seqlens is not None)
     if _is_empty(x, cu_seqlens):
@@ -174,7 +171,6 @@ def dense_attention(
     """
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
-    _inputs.check_types(NSAConfig(), q=q, k=k, v=v, optional={})
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
     operands.check(NSAConfig(), cu_seqlens is not None)
     if _is_empty(q, cu_seqlens):
@@ -184,10 +180,8 @@ def dense_attention(
         return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window, backend, cu_seqlens)
 
 
-def _is_empty(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None) -> bool:
+def _is_empty(x: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether x has no token, as on a rank that got none, after a check of its bounds if it is packed."""
-    if max_seqlen is not None and cu_seqlens is None:
-        raise InputError("max_seqlen", max_seqlen, "give it with cu_seqlens, or leave it out: nothing is packed")
     if x.numel() == 0 and cu_seqlens is not None:
         checked_bounds(cu_seqlens, len(x), x.device)
     return x.numel() == 0

@@ -26,8 +26,7 @@ def compressed(
 ) -> Tensor:
     """Compressed branch [B,S,H,Dv]: attention over the compressed tokens that end at or before the query."""
     note("cmp", "reference")
-    p = _compressed_probabilities(q, k_cmp, config, offset, scale)
-    return _weigh(p, v_cmp, gate, q.dtype)
+    return _attend_exactly(q, k_cmp, v_cmp, gate, ended(q, k_cmp, config, offset), scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
@@ -58,7 +57,8 @@ def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale
     Sums run in a fixed order, one head after the other and one token after the other, so that blocks of equal
     importance get equal scores to the last bit.
     """
-    p, kv_heads = _compressed_probabilities(q, k_cmp, config, offset, scale), k_cmp.shape[2]
+    p = probabilities(wide(q), wide(k_cmp), ended(q, k_cmp, config, offset), scale)  # p_cmp (Eq. 8)
+    kv_heads = k_cmp.shape[2]
     batch, heads, rows, tokens = p.shape
     per_head = p.view(batch, kv_heads, heads // kv_heads, rows, tokens).unbind(2)
     shared = sum(per_head[1:], per_head[0])  # [B,Hkv,S,N]
@@ -78,20 +78,13 @@ def selected(
 ) -> Tensor:
     """Selected branch [B,S,H,Dv]: attention over the tokens of the chosen blocks at positions <= t."""
     note("slc", "reference")
-    tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
-    chosen = (blocks.transpose(1, 2).unsqueeze(-1) == tokens // config.slc_block).any(3)  # [B,Hkv,S,T]
-    visible = chosen & (tokens <= rows)
-    group = q.shape[2] // k.shape[2]
-    p = _probabilities(q, k, visible.repeat_interleave(group, 1), scale)
-    return _weigh(p, v, gate, q.dtype)
+    return _attend_exactly(q, k, v, gate, in_blocks(q, k, blocks, config), scale)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
     """Window branch [B,S,H,Dv]: attention over positions max(0, t - window + 1) .. t."""
     note("win", "reference")
-    tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
-    visible = (tokens <= rows) & (tokens > rows - window)
-    return _weigh(_probabilities(q, k, visible, scale), v, gate, q.dtype)
+    return _attend_exactly(q, k, v, gate, in_window(q, k, window), scale)
 
 
 def positions(q: Tensor, offset: int) -> Tensor:
@@ -104,23 +97,45 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Softmax of q·k·scale over the visible keys, [B,H,S,T]; zeros, and not NaN, in rows that see none."""
-    group = q.shape[2] // k.shape[2]
-    scores = wide(q).transpose(1, 2) @ wide(k).transpose(1, 2).repeat_interleave(group, 1).transpose(-1, -2) * scale
-    least = torch.finfo(scores.dtype).min
-    return torch.softmax(scores.masked_fill(~visible, least), -1).masked_fill(~visible, 0)
-
-
-def _weigh(p: Tensor, v: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Gated output gate · Σ_s p[t,s] v[s], [B,S,H,Dv]."""
-    out = (p @ wide(v).transpose(1, 2).repeat_interleave(p.shape[1] // v.shape[2], 1)).transpose(1, 2)
-    if gate is not None:
-        out = out * wide(gate).unsqueeze(-1)
-    return out.to(dtype)
-
-
-def _compressed_probabilities(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-    """p_cmp [B,H,S,N] (Eq. 8): softmax over the tokens i whose last position i·d + l - 1 is <= t."""
+def ended(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int) -> Tensor:
+    """Whether compressed token i ends, at i·d + l - 1, at or before each row of q: [S,N]."""
     ends = torch.arange(k_cmp.shape[1], device=q.device) * config.cmp_stride + config.cmp_block - 1
-    return _probabilities(q, k_cmp, ends <= positions(q, offset)[:, None], scale)
+    return ends <= positions(q, offset)[:, None]
+
+
+def in_blocks(q: Tensor, k: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
+    """Whether a token is in the chosen blocks and at or before the row of q: [B,H,S,T]."""
+    count = config.slc_blocks(k.shape[1])
+    chosen = blocks.new_zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool)
+    chosen.scatter_(-1, torch.where(blocks < 0, count, blocks).long(), True)
+    per_token = chosen[..., :count].repeat_interleave(config.slc_block, -1)[..., : k.shape[1]]  # [B,S,Hkv,T]
+    visible = per_token.transpose(1, 2) & in_window(q, k, k.shape[1])
+    return visible.repeat_interleave(q.shape[2] // k.shape[2], 1)
+
+
+def in_window(q: Tensor, k: Tensor, window: int) -> Tensor:
+    """Whether a token is among the last `window` up to the row of q: [S,T]."""
+    tokens, rows = torch.arange(k.shape[1], device=q.device), positions(q, k.shape[1] - q.shape[1])[:, None]
+    return (tokens <= rows) & (tokens > rows - window)
+
+
+def probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Softmax of q·k·scale over the visible keys, [B,H,S,T]; zeros, and not NaN, in rows that see none.
+
+    The product is in the inputs' dtype, the softmax in float32, or float64 for float64.
+    """
+    group, hidden = q.shape[2] // k.shape[2], ~visible
+    scores = wide(q.transpose(1, 2) @ k.transpose(1, 2).repeat_interleave(group, 1).transpose(-1, -2) * scale)
+    return torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), -1).masked_fill(hidden, 0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, visible: Tensor, scale: float) -> Tensor:
+    """Gated output gate · Σ_s p[t,s] v[s] over the visible keys, [B,S,H,Dv], with products in the inputs' dtype."""
+    p, group = probabilities(q, k, visible, scale), q.shape[2] // v.shape[2]
+    out = (p.to(v.dtype) @ v.transpose(1, 2).repeat_interleave(group, 1)).transpose(1, 2)
+    return out if gate is None else (out * gate.unsqueeze(-1)).to(out.dtype)
+
+
+def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, visible: Tensor, scale: float) -> Tensor:
+    gate = None if gate is None else wide(gate)
+    return attend(wide(q), wide(k), wide(v), gate, visible, scale).to(q.dtype)

@@ -141,9 +141,6 @@ def resolve(
             does not compute the branch.
     """
     wanted = list(branches)
-    if not isinstance(backend, str | Mapping):
-        fix = f"use one name, or one a branch, of auto, {', '.join(backend_names())}"
-        raise BackendError("backend", repr(backend), fix)
     named: Mapping[str, str] = {str(name): backend for name in wanted} if isinstance(backend, str) else backend
     for branch in named.keys() - set(wanted):
         fix = f"name only branches that are computed: {', '.join(wanted)}"
@@ -154,13 +151,12 @@ def resolve(
 def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, heads: Heads | None) -> Backend:
     if name == "auto":
         name = default(device, dtype, heads)
-    backend, backends = None, WINDOW_BACKENDS if branch == "win" else BACKENDS
-    if isinstance(name, str):
-        _search()
-        backend = backends[name] if name in backends else _usable.get(name)
+    _search()
+    backends = WINDOW_BACKENDS if branch == "win" else BACKENDS
+    backend = backends[name] if name in backends else _usable.get(name)
     if backend is None:
         fix = f"use one of auto, {', '.join([*backends, *_usable])}"
-        if isinstance(name, str) and name in WINDOW_BACKENDS:
+        if name in WINDOW_BACKENDS:
             fix = f'it computes the window alone; use backend={{"win": "{name}"}}, or {fix.removeprefix("use ")}'
         broken = [one for one in offered() if one.name == name and one.problem is not None]
         offers_it = "".join(f"{one.package} {one.version} offers it, but {one.problem}; " for one in broken)
@@ -172,19 +168,15 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, h
     return backend
 
 
-def default(
-    device: torch.device, dtype: torch.dtype, heads: Heads | None = None,
-    reasons: Mapping[str, str | None] | None = None,
-) -> str:  # fmt: skip
+def default(device: torch.device, dtype: torch.dtype, heads: Heads | None = None) -> str:
     """Name of the backend that "auto" takes: "triton" on a GPU where it can, else "chunked", which runs anywhere.
 
     Args:
         heads: those of the call; none of the kernels' tiles may hold them.
-        reasons: for another host, what `available_backends` returns there.
     """
     if device.type != "cuda":
         return "chunked"
-    reason = triton.unavailable(device, dtype) if reasons is None else reasons["triton"]
+    reason = triton.unavailable(device, dtype)
     if reason is None and heads is not None:
         reason = triton.too_large(triton.capability_of(device), dtype, heads)
     return "triton" if reason is None else "chunked"

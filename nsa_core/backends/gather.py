@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import NSAConfig
-from ..reference import positions, wide
+from ..reference import ended, positions, wide
 from ..routes import note
 from . import naive
 from ._common import copies, gated
@@ -26,7 +26,7 @@ def compressed(
     """Compressed branch; all compressed tokens are copied for every query, S²/d of them."""
     note("cmp", "gather")
     tokens = torch.arange(k_cmp.shape[1], device=q.device)
-    hidden = tokens * config.cmp_stride + config.cmp_block - 1 > positions(q, offset)[:, None]
+    hidden = ~ended(q, k_cmp, config, offset)
     return _attend(q, k_cmp, v_cmp, gate, tokens.expand_as(hidden)[None, None], hidden[None, None], scale)
 
 

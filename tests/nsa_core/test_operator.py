@@ -124,13 +124,10 @@ def test_no_query_has_an_empty_result_and_gradients_of_zero(backend, config, bat
         ([0, 30, 40], 0, "max_seqlen: 0: use the length"),
         ([0, 30, 40], 30.0, "max_seqlen: 30.0: use the length"),
         ([0, 40, 30], 40, "cu_seqlens: "),
-        (None, 40, "max_seqlen: 40: give it with cu_seqlens"),
     ],
 )
 def test_impossible_bounds_or_max_seqlen_are_refused(make_case, config, bounds, longest, message):
-    case = make_case(40)
-    packed = case.leaves if bounds is None else [x[0] for x in case.leaves]
-    given = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    packed, given = [x[0] for x in make_case(40).leaves], torch.tensor(bounds, dtype=torch.int32)
     with pytest.raises(InputError, match=f"^{message}"):
         nsa_attention(*packed, config, cu_seqlens=given, max_seqlen=longest)
     with pytest.raises(InputError, match=f"^{message}"):
