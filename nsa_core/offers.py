@@ -8,17 +8,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
-class UnusableError(Exception):
-    """An offered object that cannot be used; the message says why, as the end of "the package ..."."""
-
-
 @dataclass(frozen=True)
 class Offer:
-    """An entry point of another distribution. It is imported when it is loaded, so that a broken one stops no other.
+    """An entry point of another distribution. It is imported when it is looked at: a broken one stops no other.
 
     Attributes:
         package, version: of the distribution.
-        entry: the entry point.
+        entry: the entry point; loads the object.
         check: gives the reason why a loaded object cannot be used; None if it can.
         taken_by: what has its name already, in words; None: nothing.
     """
@@ -32,25 +28,15 @@ class Offer:
 
     @property
     def problem(self) -> str | None:
-        """Reason why it cannot be used; None if it can. Imports it."""
-        try:
-            self.load()
-        except UnusableError as err:
-            return str(err)
-        return None
-
-    def load(self) -> Any:
-        """The object. Raises UnusableError."""
+        """Reason why it cannot be used, as the end of "the package ..."; None if it can. Imports it."""
         if self.taken_by is not None:
-            raise UnusableError(f"has a name that {self.taken_by}")
+            return f"has a name that {self.taken_by}"
         try:
             loaded = self.entry.load()
         except (Exception, SystemExit) as err:
             text = " ".join(str(err).split())[:200]
-            raise UnusableError(f"cannot be imported ({type(err).__name__}: {text})") from err
-        if (problem := self.check(self.name, loaded)) is not None:
-            raise UnusableError(problem)
-        return loaded
+            return f"cannot be imported ({type(err).__name__}: {text})"
+        return self.check(self.name, loaded)
 
 
 def offers(group: str, own: Mapping[str, str], check: Callable[[str, Any], str | None]) -> list[Offer]:

@@ -14,7 +14,7 @@ from typing import Any
 from jobs.adapters import packages
 from jobs.adapters.packages import Peer
 from jobs.schema.plain_text import error_in_a_line
-from nsa_core.offers import Offer, UnusableError, offers
+from nsa_core.offers import Offer, offers
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
@@ -54,11 +54,10 @@ def find_peer(name: str) -> Peer:
     if name in PEERS:
         return PEERS[name]
     offer = next(offer for offer in offered_peers() if offer.name == name)
-    try:
-        return offer.load()
-    except UnusableError as err:
+    if (problem := offer.problem) is not None:
         by = f"{offer.package} {offer.version}"
-        raise PeerProblem(f"{by}, which offers it, {err}; mend or uninstall {offer.package}") from err
+        raise PeerProblem(f"{by}, which offers it, {problem}; mend or uninstall {offer.package}")
+    return offer.entry.load()
 
 
 def load_peer(name: str) -> tuple[Peer, str]:

@@ -35,7 +35,7 @@ def kinds() -> dict[str, ModuleType]:
     """Modules of all usable job kinds, by name."""
     modules = {name: importlib.import_module(f"jobs.{name}") for name in _OWN}
     own = {name: module for name, module in modules.items() if hasattr(module, "Spec")}
-    return {offer.name: offer.load() for offer in offered_kinds() if offer.problem is None} | own
+    return {offer.name: offer.entry.load() for offer in offered_kinds() if offer.problem is None} | own
 
 
 def kind_module(name: str) -> ModuleType:
@@ -47,7 +47,7 @@ def kind_module(name: str) -> ModuleType:
         if (problem := offer.problem) is not None:
             by = f"{offer.package} {offer.version}"
             raise SpecError(f"kind: {name!r}, offered by {by}, {problem}; mend or uninstall {offer.package}")
-        return offer.load()
+        return offer.entry.load()
     # Backends are no kind, but may be taken for one.
     fix = "kind: branches with 'backends: [...]'" if name == "backends" else f"one of {', '.join(sorted(kinds()))}"
     raise SpecError(f"kind: {shown(name)} is no job kind; use {fix}")

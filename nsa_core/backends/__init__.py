@@ -116,7 +116,7 @@ def offered() -> tuple[Offer, ...]:
     own = [*WINDOW_BACKENDS, "auto", "dense", *(f"dense-{kernel}" for kernel in dense.KERNELS)]
     found = tuple(offers("nsa_bench.implementations", dict.fromkeys(own, "nsa_core uses itself"), problem))
     _usable.clear()
-    _usable.update({one.name: one.load() for one in found if one.problem is None})
+    _usable.update({one.name: one.entry.load() for one in found if one.problem is None})
     return found
 
 

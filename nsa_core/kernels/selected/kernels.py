@@ -233,7 +233,8 @@ def forward_chunk(q: Tensor, part: Part, slots: Slots, inverse: Inverse, chunk: 
     common, constants = _of_chunk(q, part, slots, inverse, chunk, tile, call)
     arguments = dict(Q=q, K=part.k, V=part.v, OPART=slots.parts, LPART=slots.lse) | common
     if slots.exponents is not None:
-        selected_hopper.start_forward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
+        arguments |= dict(EXPONENTS=slots.exponents)
+        hopper.start(selected_hopper.FORWARD, (inverse.limit,), arguments, constants, stage="selected")
     else:
         constants |= dict(AHEAD=ahead)
         launch(_selected_forward, (inverse.limit,), arguments, constants, tile, stage="selected")
@@ -258,7 +259,8 @@ def backward_chunk(
     arguments = dict(Q=q, K=part.k, V=part.v, DO=do, STATS=stats) | common
     arguments |= dict(DQPART=slots.parts, DKPART=scratch[0], DVPART=scratch[1], scale=call.scale)
     if slots.exponents is not None:
-        selected_hopper.start_backward((inverse.limit,), arguments | dict(EXPONENTS=slots.exponents), constants)
+        arguments |= dict(EXPONENTS=slots.exponents)
+        hopper.start(selected_hopper.BACKWARD, (inverse.limit,), arguments, constants, stage="selected_backward")
     else:
         # Hopper's matrix instructions need 64 rows: transposed, dq has D of them where a tile has fewer. Not for wide
         # heads, with whose 8 warps Triton 3.6 makes an illegal memory access.

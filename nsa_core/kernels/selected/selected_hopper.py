@@ -9,9 +9,6 @@ cards and cases: kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..runtime.tiles import Tile
-from ..shared import hopper
 from ..shared.hopper import (
     COPY_REGISTERS,
     ROWS,
@@ -43,9 +39,6 @@ from ..shared.ranges import block_of_keys
 from .inverse import PARTS_OF_INDEX, work_item
 
 _FORWARD_GROUPS, _BACKWARD_GROUPS = gl.constexpr(3), gl.constexpr(2)  # warpgroups that consume
-_FORWARD_TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=128)
-_BACKWARD_TILE = Tile(ROWS.value, 64, warps=4, stages=5, registers=168)
-_FORWARD_REGISTERS, _BACKWARD_REGISTERS = 152, 232  # per consumer thread
 # Triton 3.9 hoists a range and its sums with constants out of the loop in spite of `anew`.
 _HOISTS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
 # Layout of a tile's rows as [8,8], distributed over threads as the columns of a product are.
@@ -362,12 +355,6 @@ def _selected_backward_hopper(
         ], [4, 4], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
-def start_forward(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch `_selected_forward_hopper` with what kernels._selected_forward takes, and EXPONENTS."""
-    hopper.start(_selected_forward_hopper, grid, arguments, sizes, _FORWARD_TILE, _FORWARD_REGISTERS, stage="selected")
-
-
-def start_backward(grid: tuple[int, ...], arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch `_selected_backward_hopper` with what kernels._selected_backward takes, and EXPONENTS."""
-    tile, registers = _BACKWARD_TILE, _BACKWARD_REGISTERS
-    hopper.start(_selected_backward_hopper, grid, arguments, sizes, tile, registers, stage="selected_backward")
+# For hopper.start.
+FORWARD = _selected_forward_hopper, Tile(ROWS.value, 64, warps=4, stages=5, registers=128), 152
+BACKWARD = _selected_backward_hopper, Tile(ROWS.value, 64, warps=4, stages=5, registers=168), 232

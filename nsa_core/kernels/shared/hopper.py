@@ -255,19 +255,20 @@ def attends_to_all(q: Tensor, parts: Sequence[Part], call: Call, *others: Tensor
 
 
 def start(
-    kernel: Any, grid: tuple[int, ...] | None, arguments: Mapping[str, Any], sizes: Mapping[str, int], tile: Tile,
-    registers: int, *, stage: str, by_rows: Sequence[str] = (),
+    specialized: tuple[Any, Tile, int], grid: tuple[int, ...] | None, arguments: Mapping[str, Any],
+    sizes: Mapping[str, int], *, stage: str, by_rows: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Launch a warp-specialized kernel.
 
     Args:
+        specialized: the kernel, its tile, and registers per consumer thread, after the producer's were reallocated.
         grid: None for a persistent kernel: one program per multiprocessor, which takes tile after tile of rows.
         arguments, sizes: arguments and constants by name; names that the kernel lacks are dropped. Of a persistent
             kernel Q is q, KC and VC are compressed, KS and VS shared keys and values.
-        registers: per consumer thread, after the producer's were reallocated.
         stage: as in `launch`.
         by_rows: arguments that a persistent kernel reads or writes by tiles of a warpgroup's rows.
     """
+    kernel, tile, registers = specialized
     given = {name: value for name, value in arguments.items() if name in kernel.arg_names}
     if grid is None:
         q, group = arguments["Q"], sizes["HQ"] // sizes["HKV"]

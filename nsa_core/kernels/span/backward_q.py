@@ -151,7 +151,9 @@ def backward_q(q: Tensor, do: Tensor, parts: Sequence[Part], stats: Tensor, call
     arguments = dict(Q=q, DO=do, DQ=dq) | span_arguments(q, parts, rows, call)
     arguments |= dict(stride=stats[0].numel(), scale=call.scale)
     if hopper.attends_to_all(q, parts, call, do):
-        spans_hopper.start_backward(arguments, span_constants(q, parts, spans_hopper.BACKWARD_TILE, call))
+        constants = span_constants(q, parts, spans_hopper.BACKWARD[1], call)
+        name, rows = "compressed_window_forced_backward_q", ("Q", "DO", "DQ")
+        hopper.start(spans_hopper.BACKWARD, None, arguments, constants, stage=name, by_rows=rows)
     else:
         tile = _tile(q, parts, call.packed).holding(q.shape[2] // parts[0].k.shape[2])
         launch_spans(_span_backward_q, parts, arguments, {}, tile, call, "_backward_q")

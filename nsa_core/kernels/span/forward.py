@@ -252,7 +252,9 @@ def _launch_forward(
     """Launch the kernel that fits; `gates`: those by which cmp and win are summed, if they are."""
     arguments = dict(Q=q) | span_arguments(q, parts, outputs, call)
     if hopper.attends_to_all(q, parts, call):
-        spans_hopper.start_forward(arguments, span_constants(q, parts, spans_hopper.FORWARD_TILE, call), gates)
+        constants = span_constants(q, parts, spans_hopper.FORWARD[1], call) | dict(SUMMED=gates is not None)
+        arguments, rows = arguments | dict(GATES=q if gates is None else gates), ("Q", "OC", "OW", "OS")
+        hopper.start(spans_hopper.FORWARD, None, arguments, constants, stage="compressed_window_forced", by_rows=rows)
         return
     tile = _tile(q, parts).holding(q.shape[2] // parts[0].k.shape[2])
     is_late = arch(q) == 90 and q.itemsize == 2 and widest(q, parts[0].v) == 128  # it pays for wide rows

@@ -7,10 +7,6 @@ A warp copies keys and values by TMA; three warpgroups attend, or two compute th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..runtime.tiles import Tile
-from ..shared import hopper
 from ..shared.hopper import (
     ALONE_BAND,
     BANDS,
@@ -50,9 +45,6 @@ from ..shared.hopper import (
 )
 
 _FORWARD_GROUPS, _BACKWARD_GROUPS = gl.constexpr(3), gl.constexpr(2)  # warpgroups that consume
-FORWARD_TILE = Tile(_FORWARD_GROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=128)
-BACKWARD_TILE = Tile(_BACKWARD_GROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=168)
-_FORWARD_REGISTERS, _BACKWARD_REGISTERS = 160, 232  # per consumer thread
 
 
 @gluon.jit
@@ -337,20 +329,6 @@ def _all_spans_backward_q(
     ], [4, 1], [REGISTERS, PRODUCE_REGISTERS])  # fmt: skip
 
 
-def start_forward(arguments: Mapping[str, Any], sizes: Mapping[str, int], gates: Tensor | None) -> None:
-    """Launch `_all_spans_forward` with the arguments and constants of forward._span_forward.
-
-    Args:
-        gates: [B,S,HQ,3], by which cmp and win are summed, or None.
-    """
-    given = dict(arguments) | dict(GATES=arguments["Q"] if gates is None else gates)
-    constants, rows = dict(sizes) | dict(SUMMED=gates is not None), ("Q", "OC", "OW", "OS")
-    tile, registers, stage = FORWARD_TILE, _FORWARD_REGISTERS, "compressed_window_forced"
-    hopper.start(_all_spans_forward, None, given, constants, tile, registers, stage=stage, by_rows=rows)
-
-
-def start_backward(arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Launch `_all_spans_backward_q` with the arguments and constants of backward_q._span_backward_q."""
-    stage, rows = "compressed_window_forced_backward_q", ("Q", "DO", "DQ")
-    tile, registers = BACKWARD_TILE, _BACKWARD_REGISTERS
-    hopper.start(_all_spans_backward_q, None, arguments, sizes, tile, registers, stage=stage, by_rows=rows)
+# For hopper.start.
+FORWARD = _all_spans_forward, Tile(_FORWARD_GROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=128), 160
+BACKWARD = _all_spans_backward_q, Tile(_BACKWARD_GROUPS.value * ROWS.value, 64, warps=4, stages=2, registers=168), 232
