@@ -26,7 +26,7 @@ from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.rank import RankReport, train_rank
-from nsa_core.backends import Heads
+from nsa_core.backends.triton import Heads
 from nsa_core.model import PRESETS
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]

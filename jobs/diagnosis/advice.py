@@ -10,7 +10,8 @@ from statistics import fmean
 from jobs.diagnosis.rank_state import FIRST_STEP, NOW, PHASES, Memory, RankState
 from jobs.hardware.topology import NVLINK, Topology, members
 from jobs.schema.plain_text import for_file
-from nsa_core.backends import BACKENDS, TORCH, untested
+from nsa_core.backends import BACKENDS
+from nsa_core.backends.triton import TORCH, untested
 
 # Bounds of the rules `utilisation` and `rank-imbalance`, and of the memory that a card should keep free.
 _BUSY, _UNEVEN, _FULL = 80.0, 10.0, 0.9

@@ -44,14 +44,14 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
     versions = {"python": platform.python_version(), "torch": build["__version__"]}
     triton = None
     if find_spec("triton") is not None and not (triton := installed("triton")):  # a build of another name
-        from nsa_core.backends import triton_version
+        from nsa_core.backends.triton import triton_version
 
         triton = triton_version()
     if triton:
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)
-    from nsa_core.backends import triton_problem
+    from nsa_core.backends.triton import triton_problem
 
     card = _card()
     versions["cuda"] = build["cuda"] or "unknown"

@@ -11,9 +11,8 @@ from jobs.schema.quantities import readable_bytes
 from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
-from nsa_core.backends import Heads, untested
 from nsa_core.backends.dense import Host, unusable
-from nsa_core.backends.triton import too_large, unsupported
+from nsa_core.backends.triton import Heads, too_large, unsupported, untested
 from nsa_core.model import ModelConfig
 
 

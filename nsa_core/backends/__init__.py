@@ -20,25 +20,7 @@ from ..errors import BackendError
 from ..offers import Offer, offers
 from ..routes import Branch
 from . import chunked, dense, flash, gather, naive, packed, triton
-from ._toolchain import TORCH, TRITON, triton_problem, triton_version, untested
 from .triton import Heads
-
-__all__ = [
-    "BACKENDS",
-    "TORCH",
-    "TRITON",
-    "WINDOW_BACKENDS",
-    "Backend",
-    "Heads",
-    "available_backends",
-    "backend_names",
-    "default",
-    "offered",
-    "resolve",
-    "triton_problem",
-    "triton_version",
-    "untested",
-]
 
 
 class Backend(Protocol):

@@ -1,13 +1,19 @@
 """Every branch by the project's Triton kernels, forward and backward.
 
 The kernels are imported when it is first asked whether they can run: without Triton, with a version that they were not
-run with, or with one that lacks what they use, this backend reports itself unavailable.
+run with, or with one that lacks what they use, this backend reports itself unavailable. The ranges of versions are
+stated here alone; pyproject.toml's bounds are checked against them by tests/deploy/test_install.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -21,7 +27,6 @@ from ..config import NSAConfig
 from ..errors import BackendError, InputError
 from ..packed_sequences import compressed_counts
 from ..routes import BRANCHES, Branch, note
-from ._toolchain import triton_problem
 
 _WIDEST = 256  # head dim
 _MOST = 65_535  # sequences times kv heads: CUDA's limit of programs along one grid dimension
@@ -29,6 +34,31 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A100; H100, H200 and GH200. Every kernel is compiled for these ahead of time (kernels/aot). Others have less shared
 # memory or other layouts of matrix products, which some kernels rely on, and nothing was run on them.
 CAPABILITIES = ((8, 0), (9, 0))
+
+
+class Tested:
+    """Minor versions of a package, the first and the last, that tests/gpu passed with on a card.
+
+    Attributes:
+        requirement: the range as pip takes it: "triton>=3.6,<3.10".
+    """
+
+    def __init__(self, package: str, first: tuple[int, int], last: tuple[int, int]) -> None:
+        self._first, self._last = first, last
+        self.requirement = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+
+    def __contains__(self, version: str) -> bool:
+        """Whether a version ("3.6.0", "2.11.0+cu130") is in the range; one that cannot be read is not."""
+        found = re.match(r"(\d+)\.(\d+)", version)
+        return found is not None and self._first <= (int(found[1]), int(found[2])) <= self._last
+
+    def __str__(self) -> str:
+        return "{}.{} to {}.{}".format(*self._first, *self._last)
+
+
+TRITON = Tested("triton", (3, 6), (3, 9))
+TORCH = Tested("torch", (2, 11), (2, 13))
+_ENTRIES = ("operators", "decode.step", "training.cross_entropy", "training.heads", "training.swiglu")
 
 
 @constant  # asked once while tracing, which cannot search for modules
@@ -49,6 +79,46 @@ def unsupported(capability: tuple[int, int] | None) -> str | None:
         return None
     known, this = " and ".join("{}.{}".format(*each) for each in CAPABILITIES), "{}.{}".format(*capability)
     return f"its kernels are for GPUs of compute capability {known}, this one has {this}"
+
+
+def untested(version: str) -> str | None:
+    """Reason why the kernels do not run with this version of Triton, with the fix; None if they were run with it."""
+    if version in TRITON:
+        return None
+    return f'Triton {version} is untested, the kernels were run with {TRITON}: pip install "nsa-bench[gpu]"'
+
+
+def triton_version() -> str | None:
+    """Version of the installed Triton; None without one."""
+    if find_spec("triton") is None:
+        return None
+    for name in ("triton", "pytorch-triton"):  # the latter is of PyTorch's nightly builds
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "of an unknown version"
+
+
+@cache
+def triton_problem() -> str | None:
+    """Reason why the kernels cannot run with the Triton here, with the fix; None if they can. Found once a process.
+
+    Importing the kernels takes about half a second, and no driver.
+    """
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA's GPUs, and this PyTorch is for AMD's"
+    version = triton_version()
+    if version is None:
+        return 'it needs Triton: pip install "nsa-bench[gpu]"'
+    if reason := untested(version):
+        return reason
+    try:
+        for entry in _ENTRIES:
+            import_module(f"nsa_core.kernels.{entry}")
+    except Exception as err:  # whatever the import raises, other backends remain
+        problem = f"{type(err).__name__}: {str(err).partition(chr(10))[0]}"
+        again = f'pip install --force-reinstall "{TRITON.requirement}"'
+        return f"the kernels do not load with the Triton {version} installed here ({problem}): {again}"
+    return None
 
 
 class Heads(NamedTuple):

@@ -92,7 +92,8 @@ def _pytorch() -> list[Finding]:
         import torch
 
         from jobs.adapters import offered_peers
-        from nsa_core.backends import TORCH, offered
+        from nsa_core.backends import offered
+        from nsa_core.backends.triton import TORCH
     except (ImportError, OSError) as err:
         detail = str(err).partition("\n")[0] if _version("torch") else "not installed"
         return [Finding("torch", BROKEN, detail, _INSTALL)]
@@ -125,7 +126,8 @@ def _gpu() -> Finding:
 def _triton() -> Finding:
     import torch
 
-    from nsa_core.backends import TRITON, available_backends, triton_version
+    from nsa_core.backends import available_backends
+    from nsa_core.backends.triton import TRITON, triton_version
 
     version, reason = triton_version(), available_backends(torch.device("cuda"), torch.bfloat16)["triton"]
     if version is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from old_driver import OLD_DRIVER
 
-from nsa_core.backends import TORCH, TRITON
+from nsa_core.backends.triton import TORCH, TRITON
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = {"torch": "2.13.0", "triton": "3.9.0"}

@@ -17,7 +17,7 @@ from jobs.measure.memory import graph_memory, measure_peak, tensor_bytes
 from jobs.schema.quantities import TIME
 from jobs.training.live import training_flops_per_token, visited_keys
 from nsa_core import NSAConfig
-from nsa_core.backends import triton_version
+from nsa_core.backends.triton import triton_version
 from nsa_core.model import ModelConfig
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, dense_attention, memory, nsa_attention
-from nsa_core.backends import chunked, triton_problem
+from nsa_core.backends import chunked
+from nsa_core.backends.triton import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -176,7 +177,7 @@ def test_what_is_not_predicted_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InputError, match=r"^branches: \('win',\): use all three"):
         estimate_model(replace(MODEL, branches=("win",)), optimizer=None, device=CPU, **settings)
     assert predicts("chunked")
-    monkeypatch.setattr("nsa_core.backends._toolchain.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa_core.backends.triton.find_spec", lambda name: None)
     monkeypatch.setattr("nsa_core.backends.triton.triton_problem", triton_problem.__wrapped__)  # as if never asked
     assert not predicts("triton")
     with pytest.raises(InputError, match=r"^implementation: 'triton': it needs Triton: pip install"):

@@ -20,7 +20,8 @@ import torch
 from jobs.schema.point import Machine
 from jobs.specs.fit import backend_reasons
 from nsa_core import available_backends
-from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
+from nsa_core.backends import default, resolve
+from nsa_core.backends.triton import Heads, triton_problem, triton_version
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
 
@@ -34,7 +35,8 @@ from jobs.specs.fit import backend_reasons
 from nsa_core.routes import route_of
 from jobs.schema.point import Machine
 from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
-from nsa_core.backends import Heads, default, resolve, triton_problem, triton_version
+from nsa_core.backends import default, resolve
+from nsa_core.backends.triton import Heads, triton_problem, triton_version
 from nsa_core.errors import BackendError
 from nsa_core.layer import DenseAttention
 from nsa_core.memory import predicts
