@@ -70,19 +70,15 @@ def _in_chunks(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> tuple[T
     dx: list[Tensor] = []
     dweight = torch.zeros_like(weight, dtype=wide)
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-        loss, dpart = _take(part.to(weight.dtype), weight, wanted, dweight)
+        cast = part.to(weight.dtype)
+        loss, lse, logits, is_target = _summed(cast, weight, wanted)
+        dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(cast.dtype)  # softmax, less one at the target
+        del logits, is_target
         total = total + loss
-        dx.append(dpart)
+        dweight += dlogits.T @ cast
+        dx.append(dlogits @ weight)
+        del dlogits  # before the next logits are taken
     return total, torch.cat(dx), dweight
-
-
-def _take(x: Tensor, weight: Tensor, targets: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of rows x, and its gradient with respect to x; that with respect to weight is added to dweight."""
-    loss, lse, logits, is_target = _summed(x, weight, targets)
-    dlogits = logits.sub_(lse).exp_().add_(is_target, alpha=-1).to(x.dtype)  # softmax, less one at the target
-    del logits, is_target
-    dweight += dlogits.T @ x
-    return loss, dlogits @ weight
 
 
 def _summed(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

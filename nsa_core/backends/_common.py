@@ -103,11 +103,16 @@ class _Copies(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         sums = wide(dout)
         total = sums.new_zeros(ctx.count, dout.shape[1])
-        if total.is_cuda:
-            total.index_put_((rows,), sums, accumulate=True)  # sorts first; index_add_ would use atomics
-        else:
-            total.index_add_(0, rows, sums)
+        add_rows(total, rows, sums)
         return total.to(dout.dtype), None
+
+
+def add_rows(total: Tensor, rows: Tensor, parts: Tensor) -> None:
+    """Add each of `parts` [N,D] to the row of `total` [M,D] that `rows` [N] names, in a fixed order."""
+    if total.is_cuda:
+        total.index_put_((rows,), parts, accumulate=True)  # sorts first; index_add_ would use atomics
+    else:
+        total.index_add_(0, rows, parts)
 
 
 def gated(out: Tensor, gate: Tensor | None) -> Tensor:

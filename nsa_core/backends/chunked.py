@@ -283,11 +283,8 @@ class _ChunkedBranch:
         if isinstance(piece.where, slice):
             total[:, piece.where] += part
             return
-        blocks, parts = total.view(-1, self.unit * total.shape[-1]), part.view(len(piece.where), -1)
-        if total.is_cuda:
-            blocks.index_put_((piece.where,), parts, accumulate=True)  # sorts first; index_add_ would use atomics
-        else:
-            blocks.index_add_(0, piece.where, parts)
+        blocks = total.view(-1, self.unit * total.shape[-1])
+        _common.add_rows(blocks, piece.where, part.view(len(piece.where), -1))
 
 
 def _compressed_pieces(

@@ -42,10 +42,8 @@ def _compile_layout(
             if packed:
                 call = replace(call, longest=tokens, cu=torch.empty(17, dtype=torch.int32))
             compressed = tokens // call.config.cmp_stride if packed else call.config.cmp_tokens(tokens)
-            q, gates = (
-                torch.empty(1, tokens, *widths[0], dtype=dtype),
-                torch.empty(1, tokens, *widths[1], dtype=gate_dtype),
-            )
+            q = torch.empty(1, tokens, *widths[0], dtype=dtype)
+            gates = torch.empty(1, tokens, *widths[1], dtype=gate_dtype)
             given_compressed = 2 * (call.branches[0] == "cmp" and not call.compresses)  # keys and values of cmp
             flat = [
                 torch.empty(1, compressed if i < given_compressed else tokens, *width, dtype=dtype)

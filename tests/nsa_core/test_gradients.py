@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
 from nsa_core.loss import head_cross_entropy
 
@@ -114,18 +114,6 @@ def test_dense_gradients(make_case, window):
     assert all(relative_error(got, want) < 1e-5 for got, want in zip(actual, expected, strict=True))
 
 
-def peak_bytes(run) -> int:
-    """Peak bytes that the CPU allocator handed out during `run`."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = peak = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 def extra_memory(make_case, tokens, name, backward):
     case = make_case(tokens, heads=6, kv_heads=1, dim=32)
     config = NSAConfig(16, 8, 32, 8, 1, 2, 128)
@@ -138,7 +126,7 @@ def extra_memory(make_case, tokens, name, backward):
             with torch.no_grad():
                 nsa_attention(*case.leaves, config, backend=name)
 
-    return peak_bytes(run)
+    return measure_peak(run, torch.device("cpu"), 0).extra
 
 
 @pytest.fixture
