@@ -19,9 +19,8 @@ memory is linear in S.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch.nn.functional import pad
 from .._decorators import undifferentiable
 from .._inputs import without_autocast
 from ..config import NSAConfig
+from ..kernels.runtime.tiles import device_type
 from ..routes import Branch, note
 from . import _common
 
@@ -38,7 +38,6 @@ _HIDDEN = -1e30  # finite: -inf would turn a row without a visible key into NaN
 _MIB = 1 << 20
 # (floor, ceiling) in bytes. On the CPU a chunk should stay in the caches, on a GPU it should fill the card.
 _BUDGET = {"cpu": (_MIB // 2, 16 * _MIB), "cuda": (64 * _MIB, 256 * _MIB)}
-_assumed: ContextVar[str] = ContextVar("nsa_core_chunks_device", default="cuda")
 _NARROWEST_BAND = 64  # a window chunk may have so many rows, however narrow the window
 
 
@@ -51,19 +50,19 @@ def compressed(
 ) -> Tensor:
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
-    branch = _compressed_pieces(_CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
-    return _attend(q, k_cmp, v_cmp, gate, None, branch, scale)
+    pieces = partial(_compressed_pieces, _CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
+    return _attend(q, k_cmp, v_cmp, gate, None, _ChunkedBranch(pieces), scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
     """Selected blocks by exact top-k, a chunk of queries at a time."""
     note("select", "chunked")
     (batch, rows), kv_heads = q.shape[:2], k_cmp.shape[2]
-    branch = _compressed_pieces(_CallShape(q, k_cmp), config, offset, k_cmp.shape[1], q.device)
+    shape, branch = _CallShape(q, k_cmp), _ChunkedBranch(_compressed_pieces)
     chosen = torch.empty(batch, rows, kv_heads, config.slc_count, dtype=torch.int32, device=q.device)
     with torch.no_grad():
         keys = branch.heads_first(k_cmp)
-        for piece in branch.pieces(None, False):
+        for piece in branch.pieces(shape, config, offset, k_cmp.shape[1], q.device):
             p = _probabilities(_rows(q, piece, kv_heads), branch.read(keys, piece), piece, scale)
             scores = _common.importance(p, config.slc_blocks(offset + piece.stop), config)
             positions = torch.arange(offset + piece.start, offset + piece.stop, device=q.device)
@@ -77,8 +76,8 @@ def selected(
 ) -> Tensor:
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
-    branch = _selected_pieces(_CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, blocks, branch, scale)
+    pieces = partial(_selected_pieces, _CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, blocks, _ChunkedBranch(pieces, config.slc_block), scale)
 
 
 def window(
@@ -86,8 +85,8 @@ def window(
 ) -> Tensor:
     """Window branch, or dense attention; a chunk of queries sees its own positions and the window before them."""
     note(branch, "chunked")
-    pieces = _band_pieces(_CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, None, pieces, scale)
+    pieces = partial(_band_pieces, _CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
+    return _attend(q, k, v, gate, None, _ChunkedBranch(pieces), scale)
 
 
 def _attend(
@@ -204,7 +203,7 @@ class _CallShape:
         self.kv_heads, self.value_dim = v.shape[2:]
         self.element = _operand_dtype(q).itemsize
         self.accumulator = max(4, self.element)
-        floor, ceiling = _BUDGET.get(_assumed.get() if q.is_meta else q.device.type, _BUDGET["cuda"])
+        floor, ceiling = _BUDGET.get(device_type(q), _BUDGET["cuda"])
         self.budget = min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
 
     def chunk(self, keys: int, gathered: int = 0) -> int:
@@ -218,18 +217,7 @@ class _CallShape:
 
 def _operand_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the products' operands: half precision only on CUDA, which accumulates it in float32."""
-    device = _assumed.get() if x.is_meta else x.device.type
-    return torch.float32 if x.itemsize < 4 and device != "cuda" else x.dtype
-
-
-@contextmanager
-def assume(device: str) -> Iterator[None]:
-    """Within the block, tensors without memory are cut as on this kind of device."""
-    token = _assumed.set(device)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
+    return torch.float32 if x.itemsize < 4 and device_type(x) != "cuda" else x.dtype
 
 
 @dataclass(frozen=True)
@@ -259,7 +247,7 @@ class _ChunkedBranch:
         unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it. 0: spans alone are read.
     """
 
-    pieces: Callable[[Tensor | None, bool], Iterator[_Piece]]
+    pieces: Callable[..., Iterator[_Piece]]
     unit: int = 0
 
     def heads_first(self, x: Tensor) -> Tensor:
@@ -288,59 +276,47 @@ class _ChunkedBranch:
 
 
 def _compressed_pieces(
-    shape: _CallShape, config: NSAConfig, offset: int, tokens: int, device: torch.device
-) -> _ChunkedBranch:
+    shape: _CallShape, config: NSAConfig, offset: int, tokens: int, device: torch.device, *_: object
+) -> Iterator[_Piece]:
     """The compressed branch: a query sees the compressed tokens that end at or before it."""
-
-    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
-        for start, stop in _ranges(0, shape.rows, shape.chunk(tokens), device):
-            all_see, some_see = config.cmp_tokens(offset + start + 1), config.cmp_tokens(offset + stop)
-            ends = torch.arange(all_see, some_see, device=device) * config.cmp_stride + config.cmp_block - 1
-            hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
-            yield _Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
-
-    return _ChunkedBranch(pieces)
+    for start, stop in _ranges(0, shape.rows, shape.chunk(tokens), device):
+        all_see, some_see = config.cmp_tokens(offset + start + 1), config.cmp_tokens(offset + stop)
+        ends = torch.arange(all_see, some_see, device=device) * config.cmp_stride + config.cmp_block - 1
+        hidden = ends > torch.arange(offset + start, offset + stop, device=device)[:, None]
+        yield _Piece(start, stop, slice(0, some_see), hidden[None, :, None], empty=all_see == 0)
 
 
-def _band_pieces(shape: _CallShape, window: int, offset: int, device: torch.device) -> _ChunkedBranch:
+def _band_pieces(shape: _CallShape, window: int, offset: int, device: torch.device, *_: object) -> Iterator[_Piece]:
     """The window branch: a query sees the last `window` positions, its own included.
 
     A chunk's span is chunk + window keys, so that a chunk is at most as long as the window.
     """
     widest = max(window, _NARROWEST_BAND)
-    step = min(widest, shape.chunk(2 * widest))
-
-    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
-        for start, stop in _ranges(0, shape.rows, step, device):
-            first = max(0, offset + start - window + 1)
-            tokens = torch.arange(first, offset + stop, device=device)
-            positions = torch.arange(offset + start, offset + stop, device=device)[:, None]
-            hidden = (tokens > positions) | (tokens <= positions - window)
-            yield _Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
-
-    return _ChunkedBranch(pieces)
+    for start, stop in _ranges(0, shape.rows, min(widest, shape.chunk(2 * widest)), device):
+        first = max(0, offset + start - window + 1)
+        tokens = torch.arange(first, offset + stop, device=device)
+        positions = torch.arange(offset + start, offset + stop, device=device)[:, None]
+        hidden = (tokens > positions) | (tokens <= positions - window)
+        yield _Piece(start, stop, slice(first, offset + stop), hidden[None, :, None])
 
 
-def _selected_pieces(shape: _CallShape, config: NSAConfig, offset: int, device: torch.device) -> _ChunkedBranch:
+def _selected_pieces(
+    shape: _CallShape, config: NSAConfig, offset: int, device: torch.device, blocks: Tensor, backward: bool
+) -> Iterator[_Piece]:
     """The selected branch: a query sees the tokens of its blocks up to its own position.
 
     Queries that select every block share a span and gather nothing.
     """
     keys = config.slc_count * config.slc_block
     dense = min(max(0, keys - offset), shape.rows)
-
-    def pieces(blocks: Tensor | None, backward: bool) -> Iterator[_Piece]:
-        assert blocks is not None
-        for start, stop in _ranges(0, dense, shape.chunk(keys), device):
-            positions = torch.arange(offset + start, offset + stop, device=device)
-            hidden = positions > positions[:, None]
-            yield _Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
-        total, element = config.slc_blocks(offset + shape.rows), shape.element + shape.accumulator * backward
-        gathered = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * element
-        for start, stop in _ranges(dense, shape.rows, shape.chunk(keys, gathered), device):
-            yield _gathered(blocks[:, start:stop], start, offset, total, config)
-
-    return _ChunkedBranch(pieces, config.slc_block)
+    for start, stop in _ranges(0, dense, shape.chunk(keys), device):
+        positions = torch.arange(offset + start, offset + stop, device=device)
+        hidden = positions > positions[:, None]
+        yield _Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
+    total, element = config.slc_blocks(offset + shape.rows), shape.element + shape.accumulator * backward
+    gathered = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * element
+    for start, stop in _ranges(dense, shape.rows, shape.chunk(keys, gathered), device):
+        yield _gathered(blocks[:, start:stop], start, offset, total, config)
 
 
 def _gathered(chosen: Tensor, start: int, offset: int, total: int, config: NSAConfig) -> _Piece:

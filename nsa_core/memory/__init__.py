@@ -106,7 +106,7 @@ def estimate_model(
         raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
     dense, threads = implementation == "dense", torch.get_num_threads() if device.type == "cpu" else 0
     config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
-    trace = partial(_model, config, implementation, dtype, backward, optimizer is not None, device, threads, autocast)
+    trace = partial(_model, config, dtype, backward, optimizer is not None, device, threads, autocast)
     return _along_tokens(trace, implementation, batch, seq_len)
 
 
@@ -142,7 +142,7 @@ def _attention(
 ) -> MemoryEstimate:  # fmt: skip
     (query_heads, kv_heads, dim), log = heads, Allocations(device)
     shapes = (query_heads, dim), (kv_heads, dim), (kv_heads, dim), (query_heads, 3)
-    with on_device(device, implementation, backward):
+    with on_device(device, backward):
         kind = {"dtype": dtype, "device": "meta", "requires_grad": backward}
         q, k, v, gates = (torch.empty(batch, seq_len, *shape, **kind) for shape in shapes)
         inputs = [q, k, v] if implementation == "dense" else [q, k, v, gates]
@@ -159,8 +159,8 @@ def _attention(
 
 @lru_cache(maxsize=1024)
 def _model(
-    config: ModelConfig, implementation: str, dtype: torch.dtype, backward: bool, optimizer: bool, device: torch.device,
-    threads: int, autocast: torch.dtype | None, batch: int, seq_len: int,
+    config: ModelConfig, dtype: torch.dtype, backward: bool, optimizer: bool, device: torch.device, threads: int,
+    autocast: torch.dtype | None, batch: int, seq_len: int,
 ) -> MemoryEstimate:  # fmt: skip
     """Trace of a model of two layers at most; the last one stands for all further ones."""
     log, functions, repeats = Allocations(device), DeviceFunctions(threads), max(1, config.layers - 1)
@@ -177,7 +177,7 @@ def _model(
         if backward:
             inputs[0].register_hook(lambda _: ends.append(len(log.events)))
 
-    with on_device(device, implementation, backward), log:
+    with on_device(device, backward), log:
         modules = *model.blocks, model.norm
         for module in modules:  # a mode around the backward would not be in force where checkpointed blocks run again
             module.forward = functions(module.forward)

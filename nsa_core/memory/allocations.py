@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import ContextDecorator, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backends.chunked import assume
+from ..kernels.runtime import tiles
 
 Part = Literal["gradients", "activations", "workspace"]
 
@@ -89,13 +89,10 @@ def peak(events: Sequence[Event]) -> dict[Part, int]:
 
 
 @contextmanager
-def on_device(device: torch.device, implementation: str, grad: bool) -> Iterator[None]:
+def on_device(device: torch.device, grad: bool) -> Iterator[None]:
     """Within the block, meta tensors take the ways that tensors on `device` would."""
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), assume(device.type), ExitStack() as stack:
-        if implementation == "triton":
-            from ..kernels.runtime import tiles  # needs Triton
-
-            stack.enter_context(tiles.assume(tiles.capability(device)))
+    capability = tiles.capability(device) if device.type == "cuda" else 0
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), tiles.assume(capability):
         yield
 
 

@@ -75,7 +75,7 @@ _assumed: ContextVar[int] = ContextVar("nsa_core_kernel_arch", default=80)
 
 @contextmanager
 def assume(capability: int) -> Iterator[None]:
-    """Within the block, tensors on no device are treated as on this compute capability (default 80)."""
+    """Within the block, tensors on no device are treated as on this compute capability (default 80); 0: on a CPU."""
     token = _assumed.set(capability)
     try:
         yield
@@ -86,6 +86,11 @@ def assume(capability: int) -> Iterator[None]:
 def arch(x: Tensor) -> int:
     """Compute capability of x's device as 80, 90, ..; the assumed one if x is on none."""
     return capability(x.device) if x.is_cuda else _assumed.get()
+
+
+def device_type(x: Tensor) -> str:
+    """Type of x's device; the assumed one if x has no memory."""
+    return x.device.type if not x.is_meta else "cuda" if _assumed.get() else "cpu"
 
 
 def capability(device: torch.device) -> int:
