@@ -16,8 +16,7 @@ from jobs.schema.states import PointState
 from jobs.specs.spec import JobSpec
 from orchestrator.errors import UserError
 from orchestrator.execute import requirements, supervisor
-from orchestrator.execute.requirements import Requirements
-from orchestrator.execute.room import MOST_A_CORE, gpus_per_point
+from orchestrator.execute.requirements import MOST_A_CORE, Requirements, gpus_per_point
 from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
 
 _CANCEL_S = 2.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jobs.process.messages import Cluster
@@ -20,8 +20,7 @@ from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import requirements, supervisor
 from orchestrator.execute.ray_connection import ClusterWatch, connect, in_brief
-from orchestrator.execute.requirements import Requirements
-from orchestrator.execute.room import Share, card_types, gpus_per_point
+from orchestrator.execute.requirements import MOST_A_CORE, Requirements, gpus_per_point
 from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
 from orchestrator.settings import Settings
 from orchestrator.terminal import warn
@@ -31,6 +30,7 @@ _STOP_S = 3.0  # that a driver needs to end, and that Ray gives it where nothing
 _PATIENCE_S = 15.0
 _PROBES = 3
 _ANSWER_S = 1.0
+_ACCELERATOR = "accelerator_type:"
 
 
 class RayExecutor:
@@ -53,8 +53,6 @@ class RayExecutor:
         gpus = spec.resources.num_gpus
         self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
         self._share.check([*self._nodes.values()])
-        if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
-            self._check_beside(*held)
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
@@ -62,18 +60,6 @@ class RayExecutor:
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
-
-    def _check_beside(self, node: str, held: Mapping[str, float]) -> None:
-        """Check that there is room for a point beside what this job's entrypoint holds: it ends after its points."""
-        free = {name: amount - held.get(name, 0) for name, amount in self._nodes.get(node, {}).items()}
-        try:
-            self._share.check([*(self._nodes | {node: free}).values()])
-        except UserError as err:
-            own = ", ".join(f"{amount:g} {name}" for name, amount in held.items())
-            raise UserError(
-                f"entrypoint: this job itself holds {own}, which its points need; submit it without "
-                f"--entrypoint-num-cpus and the like\n{err}"
-            ) from None
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
@@ -90,12 +76,15 @@ class RayExecutor:
         with _gone():
             answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
             if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                warn("waiting for the cluster to have room for a point")
+                warn(
+                    "waiting for the cluster to have room for a point, beside what this job may hold itself by "
+                    "--entrypoint-num-gpus and the like"
+                )
             while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                 self._watch.look()
             node, machines = ray.get(answer)
         if self._type is None and gpus_per_point(self._spec, machines[self._spec.python[0]]):
-            self._type = next(iter(card_types(self._nodes.get(node, {}))), None)
+            self._type = next(iter(_card_types(self._nodes.get(node, {}))), None)
         return machines
 
     def slots(self, machine: Machine) -> int:
@@ -153,6 +142,59 @@ class RayExecutor:
             self.poll(0.1)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Resources that one rank of a point needs on one node. Nodes are their resources by Ray's names, free or busy."""
+
+    ranks: int  # of the point
+    cpus: float  # of one rank, as are the GPUs
+    gpus: float
+    card_type: str | None  # Ray's type of the accelerators; None: any
+
+    @classmethod
+    def of(cls, spec: JobSpec, gpus: float, card_type: str | None) -> Share:
+        """Share of a spec's points, which need `gpus` GPUs each."""
+        ranks = spec.world_size
+        return cls(ranks, spec.resources.num_cpus / ranks, gpus / ranks, card_type)
+
+    def on(self, node: Mapping[str, float]) -> int:
+        """The number of ranks that a node has room for at a time."""
+        if self.card_type and self.card_type not in _card_types(node):
+            return 0
+        room = node.get("CPU", 0) / self.cpus
+        if self.gpus:
+            room = min(room, node.get("GPU", 0) / self.gpus)
+        return int(room + 1e-9)
+
+    def points(self, nodes: Sequence[Mapping[str, float]]) -> int:
+        """The number of points that the nodes have room for at a time."""
+        most = math.ceil(MOST_A_CORE * sum(node.get("CPU", 0) for node in nodes))
+        return min(sum(map(self.on, nodes)) // self.ranks, max(most, 1))
+
+    def check(self, nodes: Sequence[Mapping[str, float]]) -> None:
+        """Raise UserError if the nodes have no room for a point, which would wait for ever."""
+        if self.points(nodes):
+            return
+        needs = f"{self.gpus:g} GPU and {self.cpus:g} CPU cores" if self.gpus else f"{self.cpus:g} CPU cores"
+        needs += f" on {self.card_type}" if self.card_type else ""
+        gpus, cpus = (max((node.get(name, 0) for node in nodes), default=0) for name in ("GPU", "CPU"))
+        types = sorted({name for node in nodes for name in _card_types(node)})
+        has = f"no node has more than {gpus:g} GPU and {cpus:g} CPU cores"
+        has += f", the cards are {', '.join(types)}" if types else ""
+        if self.ranks == 1:
+            fix = "start a worker that has (nsa up on a GPU host) or ask for less"
+            raise UserError(f"resources: no node of the cluster has {needs}: {has}; {fix}")
+        raise UserError(
+            f"ranks: {self.ranks}: all nodes of the cluster together have room for {sum(map(self.on, nodes))}, each "
+            f"with {needs}: {has}; start more workers or use fewer ranks"
+        )
+
+
+def _card_types(node: Mapping[str, float]) -> list[str]:
+    """Ray's types of a node's accelerators; [] where Ray does not know them."""
+    return [name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)]
+
+
 def _time_to_stop() -> float:
     """Seconds that this process may take to end beyond what it needs itself: Ray kills a stopped job's after some."""
     if provenance.submission_id() is None:
@@ -186,20 +228,6 @@ def _nodes() -> dict[str, dict[str, float]]:
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-def _held(job: str) -> tuple[str, Mapping[str, float]] | None:
-    """The node of a job's entrypoint and what it holds there while it runs; None if nothing, as without options."""
-    from ray.util.state import list_actors
-    from ray.util.state.exception import RayStateApiException
-
-    filters: Any = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
-    with suppress(RayStateApiException):  # the dashboard does not answer
-        actors: Any = list_actors(filters=filters, detail=True)
-        for actor in actors:
-            if str(actor.name).endswith(job) and actor.required_resources and actor.node_id:
-                return actor.node_id, actor.required_resources
-    return None
 
 
 def _batch_ended(err: Exception) -> BatchEnded:

@@ -24,7 +24,7 @@ from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute import ray_token
 from orchestrator.execute.ray_folder import connection, listens, local_address
 from orchestrator.execute.upload import collect
-from orchestrator.settings import SOURCES, Installation, Settings, installation
+from orchestrator.settings import Settings
 
 NEVER_S = 600.0
 """Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
@@ -32,7 +32,6 @@ NEVER_S = 600.0
 _LOOK_S = 5.0
 _REASON = 400  # characters
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing
-_HEAD = "--gcs-address="
 # How client and server of HTTP/2 begin (RFC 9113, 3.4). A channel of gRPC would do, but for its threads, which write
 # tracebacks when it is left.
 _FRAME, _SETTINGS = 9, b"\x04"
@@ -124,12 +123,11 @@ def connect(spec: JobSpec, settings: Settings) -> str:
     import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
-        in_job, env = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ, None  # a job's own upload reaches the workers
-        if not in_job and not all(path.is_absolute() for path in spec.paths().values()):
-            collect(spec).write(package := Path(folder) / "upload.zip")
+        env = None
+        # A job's own upload reaches the workers.
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ and (upload := collect(spec)).files:
+            upload.write(package := Path(folder) / "upload.zip")
             env = {"working_dir": str(package)}
-        elif not in_job and installation() is Installation.CHECKOUT:
-            env = {"working_dir": str(SOURCES)}
         options: dict[str, Any] = {"runtime_env": env, "log_to_driver": False, "logging_level": logging.ERROR}
         try:
             with _own_sigterm() as look_for_it:
@@ -149,7 +147,7 @@ def connect(spec: JobSpec, settings: Settings) -> str:
 
 
 def _address(settings: Settings) -> str | None:
-    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of this user's here.
+    """The cluster's address: from the Ray job of this process, NSA_RAY_ADDRESS, RAY_ADDRESS, else of `nsa up`.
 
     Ray's own search ("auto") also finds other users' clusters, which would get this user's token and code.
     """
@@ -161,13 +159,7 @@ def _address(settings: Settings) -> str | None:
     for address in (settings.ray_address, inherited, local_address(settings)):
         if address and address != "auto":
             return address
-    started: list[tuple[float, str]] = []  # the cluster whose node this user started last on this host
-    for process in psutil.process_iter(["name", "uids", "cmdline", "create_time"]):
-        info = process.info
-        if info["name"] == "raylet" and info["uids"] and info["uids"].real == os.getuid():
-            heads = [text.removeprefix(_HEAD) for text in info["cmdline"] or () if text.startswith(_HEAD)]
-            started += [(info["create_time"], head) for head in heads]
-    return max(started)[1] if started else None
+    return None
 
 
 @contextmanager

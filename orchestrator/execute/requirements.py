@@ -20,6 +20,9 @@ from jobs.specs.spec import JobSpec, env_text
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import ANSWER, process_variables
 
+MOST_A_CORE = 16
+"""Points at a time for each core, however small a share of one they ask for: each is a process, which imports torch."""
+
 _NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _PROBE_S = 300.0
 _LACKS = re.compile(r"No module named '([^'.]+)")
@@ -42,6 +45,12 @@ class Requirements:
         paths = {field: str(path) for field, path in spec.paths().items()}
         versioned = hasattr(kind_module(spec.kind), "versions")
         return cls(spec.device, spec.kind, spec.env, spec.python, paths, spec.resources.num_gpus, versioned)
+
+
+def gpus_per_point(spec: JobSpec, machine: Machine) -> float:
+    """GPUs for each point: the spec's num_gpus, else 1 on a CUDA device and 0 on a CPU."""
+    num_gpus = spec.resources.num_gpus
+    return num_gpus if num_gpus is not None else float(machine.device == "cuda")
 
 
 def missing(required: Requirements) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,18 +26,11 @@ class Upload:
     spec: str | None = None  # path of the spec there; None if it is not sent
 
     def write(self, package: Path) -> int:
-        """Write the zip file that Ray unpacks. Returns its size in bytes. Raises UserError: a file cannot be read.
-
-        Equal files give equal bytes, so that Ray keeps one copy of an upload that is submitted again.
-        """
-        with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
+        """Write the zip file that Ray unpacks. Returns its size in bytes. Raises UserError: a file cannot be read."""
+        with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             for name, source in sorted(self.files.items()):
-                entry = zipfile.ZipInfo(name)  # dated 1980
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                entry.external_attr = 0o644 << 16
                 try:
-                    with source.open("rb") as read, archive.open(entry, "w") as written:
-                        shutil.copyfileobj(read, written)
+                    archive.write(source, name)
                 except (OSError, UnicodeError) as err:  # also of a name that is not UTF-8
                     raise UserError(f"upload: {str(source)!r}: cannot be sent ({err}); mend or rename it") from None
         return package.stat().st_size

@@ -100,7 +100,6 @@ def read_order(argv: Sequence[str] | None) -> Order:
             own_gates(settings.gates)  # the verdict at the end must not fail on them
     with noting():
         spec = load_spec(args.spec, args.set) if args.spec else None
-        _check_uploaded(spec)
     if settings and args.resume:
         with noting():
             begun = resume.begun(args.resume, settings.artifacts_dir)
@@ -119,18 +118,6 @@ def read_order(argv: Sequence[str] | None) -> Order:
         local=args.local,
         dry_run=args.dry_run,
     )
-
-
-def _check_uploaded(spec: JobSpec | None) -> None:
-    """Refuse relative paths that are not here: the cluster gets them from this folder. Raises SpecError.
-
-    Absolute ones are looked for on the nodes.
-    """
-    paths = spec.paths() if spec else {}
-    gone = {field: path for field, path in paths.items() if not (path.is_absolute() or os.path.exists(path))}
-    lines = [f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}" for field, path in gone.items()]
-    if lines:
-        raise SpecError("\n".join(f"{line}; give an existing one, or an absolute path on the nodes" for line in lines))
 
 
 def print_points(order: Order) -> None:

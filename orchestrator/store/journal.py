@@ -122,10 +122,6 @@ class Journal(AbstractContextManager["Journal"]):
                 place += len(line)
         return records, place
 
-    def count(self, start: int) -> int:
-        """The number of records from byte `start` on."""
-        return os.pread(self._file.fileno(), self.end - start, start).count(b"\n")
-
     def close(self) -> None:
         self._file.close()
 
@@ -210,8 +206,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             time.sleep(0.02)
         if self.stored:
             return []
-        missing = self._journal.count(self._offset)
-        return [f"records not in the database: {missing}; store them with: nsa import {self._journal.path}"]
+        return [f"records are missing from the database; store them with: nsa import {self._journal.path}"]
 
     def _note(self, level: Literal["warning", "error"], message: str) -> None:
         self.tell(f"{level}: {message}")

@@ -11,8 +11,8 @@ from jobs.specs.load import parse_spec
 from orchestrator.errors import UserError
 from orchestrator.execute import local
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.execute.ray_cluster import RayExecutor
-from orchestrator.execute.room import MOST_A_CORE, Share
+from orchestrator.execute.ray_cluster import RayExecutor, Share
+from orchestrator.execute.requirements import MOST_A_CORE
 from orchestrator.settings import Settings
 
 TWO_HOSTS = [{"CPU": 8.0, "GPU": 2.0, "accelerator_type:H100": 1.0}, {"CPU": 8.0, "GPU": 1.0}]

@@ -126,7 +126,7 @@ def test_a_database_that_does_not_answer_holds_nothing_up(recorder, flaky, told,
         stopped_at = clock[-1] + 5
         lines = recorder.close(60, lambda: "SIGTERM" if clock[-1] >= stopped_at else None)
         assert clock[-1] - stopped_at < 1
-    assert lines == [f"records not in the database: 200; store them with: nsa import {path}"]
+    assert lines == [f"records are missing from the database; store them with: nsa import {path}"]
     flaky.answers.set()
     assert recorder.close(patience_s=20) == []
     assert recorder.stored
@@ -145,7 +145,7 @@ def test_after_a_refusal_only_the_journal_is_written(recorder, flaky, told, path
     assert (kept[0], kept[-1]) == ("a", "b")
     assert "no longer follows this run" in kept[1]
     assert len(told) == 1
-    assert lines[0].startswith("records not in the database: 3; ")
+    assert lines[0].startswith("records are missing from the database; ")
 
 
 def test_a_database_that_lost_the_run_while_it_goes_on_gets_all_of_it(
