@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.process import compiler_cache, stacks, temporary
+from jobs.process import compiler_cache, post_mortem, temporary
 from jobs.process.messages import (
     Beat,
     Command,
@@ -276,7 +276,7 @@ def main(argv: list[str]) -> None:
     os.set_inheritable(channel.fd, False)
     end_with_parent()
     _end_group_with_this()
-    stacks.offer()  # for where py-spy may not attach
+    post_mortem.offer_stacks()  # for where py-spy may not attach
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()
     module, _, name = argv[2].partition(":")

@@ -25,7 +25,7 @@ from jobs.hardware.telemetry import Telemetry
 from jobs.hardware.topology import Topology, topology
 from jobs.measure.check import Agreement, check_attention
 from jobs.measure.memory import Peak, measure_peak
-from jobs.process import stacks
+from jobs.process import post_mortem
 from jobs.process.child import end_with_parent
 from jobs.process.messages import LONGEST_TEXT, Outbox, RankFailure, RankProcess
 from jobs.process.reporter import ProcessReporter
@@ -168,7 +168,7 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     started it. SIGTERM asks it to end; before all ranks have formed a group it ends at once."""
     end_with_parent()
     number, post = int(os.environ["RANK"]), Outbox(os.open(pipe, os.O_WRONLY)).send
-    stacks.offer()
+    post_mortem.offer_stacks()
     post(RankProcess(number, os.getpid(), "starting"))
     with _telling_failure(post, number):
         os.environ.update(missing_variables())

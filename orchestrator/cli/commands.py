@@ -147,7 +147,7 @@ def up(
 ) -> None:
     """Start a local Ray cluster and the dashboard, with the database migrated."""
     from orchestrator.cli import console, services
-    from orchestrator.execute import ray_token
+    from orchestrator.execute import ray_access
     from orchestrator.store import upgrade
 
     settings = load_settings()
@@ -155,8 +155,8 @@ def up(
     upgrade(settings.database)
     rows = services.up(settings, num_cpus=num_cpus, num_gpus=num_gpus)
     console.services(rows)
-    if ray_token.is_enabled():
-        token = ray_token.token_file() or "RAY_AUTH_TOKEN"
+    if ray_access.token_is_enabled():
+        token = ray_access.token_file() or "RAY_AUTH_TOKEN"
         say(f"token: {token}; plain `ray` commands send it with RAY_AUTH_MODE=token, which `make env` sets in .venv")
     for what, fix in services.exposures(settings, rows[0].pid):
         terminal.warn(f"warning: {what}; {fix}")
@@ -283,7 +283,7 @@ def artifacts(
 ) -> None:
     """List the files of a run's points; with --out copy them from the artifact store, verified."""
     from orchestrator.cli import console, lookup
-    from orchestrator.execute.artifacts import StoredFile, fetch, kept_in
+    from orchestrator.execute.artifacts import fetch, kept_in
     from orchestrator.store import queries
 
     settings = load_settings()
@@ -291,9 +291,11 @@ def artifacts(
         run_id = lookup.find_run(store, run)
         if point is not None:
             lookup.find_point(store, run_id, point)
-        files = [StoredFile(**row) for row in queries.files(store, run_id, point).to_dict("records")]
+        files = queries.files(store, run_id, point).to_dict("records")
         run_row = queries.run(store, run_id) or {}
-    rows = [(str(f.point), str(f.attempt), console.file_name(f.name), str(f.size), f.sha256) for f in files]
+    rows = [
+        (str(f["point"]), str(f["attempt"]), console.file_name(f["name"]), str(f["size"]), f["sha256"]) for f in files
+    ]
     if rows:
         console.table("Files", ["point", "attempt", "name", "bytes", "sha256"], rows)
     else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from jobs.process import stacks
+from jobs.process import post_mortem
 from jobs.schema.plain_text import for_file, in_a_line
 from jobs.schema.states import Origin, RunState
 from orchestrator.cli.lookup import find_run
@@ -164,12 +164,12 @@ def _processes(diagnosis: Diagnosis, seconds: float) -> tuple[Diagnosis, list[st
                 busy[rank.rank] = process.cpu_percent() / max(1, rank.threads)
     host = topology([rank.gpu for rank in here if rank.gpu] or None)
     seen = replace(diagnosis, ranks=list(ranks.values()), hosts=[host], variables=variables, utilization=busy)
-    if stacks.py_spy() is None:
-        return seen, [*notes, f"Stacks are not shown: {stacks.NO_PY_SPY}"]
+    if post_mortem.py_spy() is None:
+        return seen, [*notes, f"Stacks are not shown: {post_mortem.NO_PY_SPY}"]
     for rank in here:
         try:
-            notes.append(f"Rank {rank.rank} is in {' < '.join(stacks.frames(rank.pid))}.")
-        except stacks.UnreadableStackError as err:
+            notes.append(f"Rank {rank.rank} is in {' < '.join(post_mortem.frames(rank.pid))}.")
+        except post_mortem.UnreadableStackError as err:
             notes.append(f"Rank {rank.rank}'s stack is not readable: {err}")
     return seen, notes
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from jobs.hardware.driver import misfit_here
 from jobs.process import compiler_cache
-from jobs.process.stacks import py_spy
+from jobs.process.post_mortem import py_spy
 from jobs.specs.kinds import offered_kinds
 from orchestrator.cli import services
 from orchestrator.cli.services import Service
 from orchestrator.database_url import hide_password
 from orchestrator.errors import UserError
-from orchestrator.execute import ray_token, upload
+from orchestrator.execute import ray_access, upload
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.run.driver import database_problem
 from orchestrator.settings import Installation, Settings, installation
@@ -164,7 +164,7 @@ def _ray(settings: Settings, ray: Service) -> list[Finding]:
         fix = "nsa up, or set NSA_RAY_DASHBOARD"
         cluster = Finding("ray", MISSING, f"{version}; no cluster answers at {ray.url}", fix)
     try:
-        file, found = ray_token.token_file(), services.exposures(settings, ray.pid)
+        file, found = ray_access.token_file(), services.exposures(settings, ray.pid)
     except UserError as err:
         return [cluster, Finding("ray access", MISSING, str(err))]
     if found:

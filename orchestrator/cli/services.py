@@ -28,8 +28,8 @@ import psutil
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
-from orchestrator.execute import ray_token
-from orchestrator.execute.ray_folder import folder_of_a_new_cluster, local_address, remove_folder
+from orchestrator.execute import ray_access
+from orchestrator.execute.ray_access import folder_of_a_new_cluster, local_address, remove_folder
 from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 
@@ -100,7 +100,7 @@ def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None 
         raise UserError(
             f"NSA_RAY_HOST: '{settings.ray_host}': is no address of this host; name one, or leave it unset for loopback"
         )
-    if was_open := ray_token.is_enabled() and ray_token.problem():
+    if was_open := ray_access.token_is_enabled() and ray_access.token_problem():
         warn(f"warning: {was_open}; from now on they cannot. Where one may have: remove it, then nsa down, nsa up")
     folder = folder_of_a_new_cluster(settings)
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -205,7 +205,7 @@ def _start(settings: Settings, service: Service) -> None:
     if service.name == "ray":
         # Ray binds to loopback alone in its mode for one host, which this variable chooses, whatever the system.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = str(int(settings.ray_host != LOOPBACK))
-        environment |= ray_token.environment_of_a_cluster()
+        environment |= ray_access.environment_of_a_cluster()
     with service.files.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
             service.command,
@@ -270,13 +270,13 @@ def exposures(settings: Settings, ray_pid: int | None) -> list[tuple[str, str]]:
     """Parts of the cluster that others reach, and what to do; `ray_pid`: its process, if `nsa up` started it."""
     found = []
     if not asks_for_token(settings):
-        again = "nsa down; nsa up" if ray_token.is_enabled() else "nsa down; unset RAY_AUTH_MODE; nsa up"
+        again = "nsa down; nsa up" if ray_access.token_is_enabled() else "nsa down; unset RAY_AUTH_MODE; nsa up"
         what = "runs code for everyone who reaches it, as it was started without a token"
         found.append((f"the cluster at {settings.ray_dashboard} {what}", again))
     if ray_pid is not None and (ports := _ports(ray_pid, beyond_loopback=True)):
         fix = "nsa down; nsa up" if settings.ray_host == LOOPBACK else "let only the cluster's hosts through a firewall"
         listed = ", ".join(map(str, ports[:8])) + (", ..." if len(ports) > 8 else "")
         found.append((f"Ray listens on other addresses than loopback (ports {listed})", fix))
-    if problem := ray_token.problem():
+    if problem := ray_access.token_problem():
         found.append((problem, "nsa down; remove the file; nsa up"))
     return found

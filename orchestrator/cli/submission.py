@@ -23,7 +23,7 @@ from jobs.specs.spec import SpecError
 from orchestrator.cli import console
 from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
-from orchestrator.execute import ray_token
+from orchestrator.execute import ray_access
 from orchestrator.execute.upload import collect
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step
@@ -235,7 +235,7 @@ def _check_ray(settings: Settings) -> None:
 
 def _client(settings: Settings) -> JobSubmissionClient:
     _check_ray(settings)
-    ray_token.send_it()
+    ray_access.send_token()
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 

@@ -1,4 +1,4 @@
-"""Files of points: their names, their store, copying a file into it and out of it.
+"""Files of points: their names, their store, copying a file out of it and, in the background as it may hang, into it.
 
 The store is an fsspec URL. A file lies at `<run_id>/<index>/<attempt>/<name>`: the supervisor of its attempt writes it,
 and readers open it below their own configured store, never at an address that comes from the database.
@@ -11,9 +11,13 @@ import hashlib
 import io
 import os
 import re
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,18 @@ from fsspec.implementations.local import LocalFileSystem
 from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
+from orchestrator.background import in_background
 from orchestrator.errors import UserError
-from orchestrator.store.records import STORED_BYTES, ArtifactData
+from orchestrator.store.records import STORED_BYTES, ArtifactData, ArtifactRecord, EventRecord
 
 _PIECE = 1 << 20
 _BLOCK = 8 << 20  # bytes of an upload's part; S3 demands 5 MiB
 _WITHOUT_FOLDERS = ("s3:", "s3a:", "gs:", "gcs:", "abfs:", "az:", "adl:", "oci:", "oss:")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+STALL_S = 60.0
+"""Seconds without a copied piece after which the files that wait for the store are given up."""
+
+_POLL_S = 0.1
 _TEXTS = frozenset({".txt", ".log", ".json", ".csv", ".md", ".yaml"})
 
 
@@ -46,18 +55,6 @@ class Source:
     start: int = 0  # the first byte of the file to keep
     stop: int | None = None  # the byte after the last one; None: up to the end that the file has when it is opened
     problem: str = ""  # why there is nothing to keep
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file of a point, as the database describes it: anything."""
-
-    point: int  # its index
-    attempt: int
-    name: str
-    path: str  # relative to the artifact store
-    size: int  # bytes
-    sha256: str
 
 
 def point_index(point_id: str) -> int:
@@ -79,20 +76,21 @@ def kept_in(run: Mapping[str, Any]) -> str:
     return run.get("artifact_store") or run.get("artifacts") or "an unknown folder"
 
 
-def fetch(url: str, files: Sequence[StoredFile], out: Path) -> list[str]:
+def fetch(url: str, files: Sequence[Mapping[str, Any]], out: Path) -> list[str]:
     """Copy files from the store at `url` to `out`/<point>/<attempt>/<name>, each only if its size and hash are right.
 
-    Returns one line for each file that was not copied. Raises ArtifactError if `out` cannot be written.
+    They are rows of queries.files, which may say anything. Returns one line for each file that was not copied. Raises
+    ArtifactError if `out` cannot be written.
     """
     store, problems = ArtifactStore(url), []
     for file in files:
         try:
-            target = out / f"{file.point:04d}" / str(file.attempt) / check_name(file.name)
+            target = out / f"{file['point']:04d}" / str(file["attempt"]) / check_name(file["name"])
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(f".{target.name}.part")
             try:
                 with part.open("wb") as copy:
-                    copy.writelines(store.pieces(file.path, file.size, file.sha256))
+                    copy.writelines(store.pieces(file["path"], file["size"], file["sha256"]))
                 part.replace(target)
             finally:
                 part.unlink(missing_ok=True)
@@ -245,6 +243,88 @@ class ArtifactStore:
 
     def _naming_store(self, path: str) -> contextlib.AbstractContextManager[None]:
         return _naming(f"{path}: the artifact store {self.url} failed")
+
+
+class ArtifactCopies(contextlib.AbstractContextManager["ArtifactCopies"]):
+    """Copies the files of one attempt, one after the other; a store that hangs holds up the end of the attempt alone.
+
+    What is being copied when the block ends is abandoned. `ids` are the fields of the attempt's records; `url` is the
+    store's, None: no file is kept.
+    """
+
+    def __init__(self, ids: Mapping[str, Any], url: str | None) -> None:
+        self._ids, self._url = ids, url
+        self._names: set[str] = set()
+        self._pending: deque[Source] = deque()  # the first is being copied
+        self._copy: Future[ArtifactData] | None = None
+        self._last_piece = 0.0  # when the last piece of it was copied
+        self._abandoned = threading.Event()
+        self._store = ArtifactStore(url or "")
+
+    def __exit__(self, *_: object) -> None:
+        self._abandoned.set()
+
+    def add(self, sources: Sequence[Source]) -> None:
+        """Have files of the running attempt copied; waits for nothing."""
+        for source in sources if self._url is not None else ():
+            if source.name in self._names:
+                source = replace(source, content="", problem="another file of this attempt has this name")
+            self._names.add(source.name)
+            self._pending.append(source)
+
+    def records(self, timeout: float = 0.0) -> Iterator[ArtifactRecord | EventRecord]:
+        """A record for each file that was copied since the last call, or given up: the artifact, or a warning that says
+        why it is not kept. Waits up to `timeout` seconds for each."""
+        while self._pending:
+            source = self._pending[0]
+            copy = self._copy = self._copy or self._begin(source)
+            if wait([copy], timeout).done:
+                self._copy = None
+                self._pending.popleft()
+                try:
+                    yield ArtifactRecord(**self._ids, artifact=copy.result())
+                except ArtifactError as err:
+                    yield self._not_kept(str(err))
+                except Exception as err:  # it must not cost the other files
+                    yield self._not_kept(f"{source.name!a}: {type(err).__name__}: {err}")
+            elif time.monotonic() - self._last_piece < STALL_S:
+                return
+            else:
+                self._abandoned.set()
+                self._copy, self._store = None, ArtifactStore(self._store.url)  # later files get another connection
+                stalled = list(self._pending)
+                self._pending.clear()
+                reason = f"the artifact store {self._url} did not answer for {STALL_S:g} s"
+                yield from (self._not_kept(f"{each.name!a}: {reason}") for each in stalled)
+
+    def rest(
+        self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[ArtifactRecord | EventRecord]:
+        """Copy the files of the attempt's end, too, and yield the records of all that remain, until `stopped`."""
+        self.add(sources)
+        while self._pending and not stopped():
+            for record in self.records(_POLL_S):
+                yield record
+                if stopped():
+                    return
+
+    def _begin(self, source: Source) -> Future[ArtifactData]:
+        """Copy a file in a thread of its own, which ends with the next piece once nobody waits for it."""
+        abandoned = threading.Event()
+        self._abandoned, self._last_piece = abandoned, time.monotonic()
+
+        def after_piece() -> None:
+            if abandoned.is_set():
+                raise InterruptedError("nobody waits for the copy")
+            self._last_piece = time.monotonic()
+
+        run_id, point_id, attempt = (self._ids[name] for name in ("run_id", "point_id", "attempt"))
+        path = f"{run_id}/{point_index(point_id):04d}/{attempt}/{source.name}"
+        return in_background(partial(self._store.put, source, path, after_piece))
+
+    def _not_kept(self, why: str) -> EventRecord:
+        of_point = {name: self._ids[name] for name in ("run_id", "point_id")}
+        return EventRecord(**of_point, level="warning", message=f"file not kept: {why}")
 
 
 @contextlib.contextmanager

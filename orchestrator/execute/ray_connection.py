@@ -21,8 +21,8 @@ from jobs.schema.plain_text import in_a_line
 from jobs.specs.spec import JobSpec
 from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
-from orchestrator.execute import ray_token
-from orchestrator.execute.ray_folder import connection, listens, local_address
+from orchestrator.execute import ray_access
+from orchestrator.execute.ray_access import connection, listens, local_address
 from orchestrator.execute.upload import collect
 from orchestrator.settings import Settings
 
@@ -119,7 +119,7 @@ def connect(spec: JobSpec, settings: Settings) -> str:
         if not any(listens(f"{other}:{port}") for other in others):
             # Else Ray itself takes loopback for the address that others reach.
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray_token.send_it()
+    ray_access.send_token()
     import ray
 
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:

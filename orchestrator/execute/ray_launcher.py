@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from jobs.hardware.telemetry import Sample, summarise_samples
-from jobs.process import stacks
+from jobs.process import post_mortem
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
 from jobs.schema.point import Measurement, Rank, RanksEnded
@@ -35,7 +35,7 @@ T = TypeVar("T")
 ANSWER_S = 15.0
 """Seconds that a node has to answer, or Ray to say that it is gone."""
 
-EXPLAIN_S = stacks.STACKS_S + 5.0
+EXPLAIN_S = post_mortem.STACKS_S + 5.0
 """Seconds that nodes have to explain their ranks: to read stacks, with Ray's way there and back."""
 
 _POLL_S = 0.2

@@ -21,7 +21,7 @@ import psutil
 
 from jobs.hardware import nvml
 from jobs.hardware.telemetry import ProcessUsage, Sample, Telemetry, stop_all
-from jobs.process import stacks, temporary
+from jobs.process import post_mortem, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
 from jobs.schema.point import Device, Rank, Reading
@@ -105,7 +105,7 @@ class NodeAgent:
             files |= {path.name: path.read_text(errors="replace") for path in Path(placed.folder).glob("*.json")}
             shutil.rmtree(placed.folder, ignore_errors=True)
         living = [placed for placed in self._ranks if psutil.pid_exists(placed.pid)]
-        for placed, text in zip(living, stacks.dumps([psutil.Process(p.pid) for p in living]), strict=True):
+        for placed, text in zip(living, post_mortem.dumps([psutil.Process(p.pid) for p in living]), strict=True):
             files[f"stacks-rank{placed.rank}.txt"] = f"node {placed.host}\n{text}"
         return files
 
@@ -119,7 +119,7 @@ def rank_main(settings: Mapping[str, Work]) -> None:
     number = ray.train.get_context().get_world_rank()
     stop = threading.Event()
     post = Post(work.mailbox, stop)
-    stacks.offer()
+    post_mortem.offer_stacks()
     try:
         device, gpu = _device(work.device)
         with contextlib.closing(temporary.Folder(temporary.RANK)) as own:

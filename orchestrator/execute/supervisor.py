@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
-from jobs.process import post_mortem, stacks
+from jobs.process import post_mortem
 from jobs.process.child import POLL_S, Child, DeadlineWatch, Ended
 from jobs.process.messages import (
     Beat,
@@ -41,8 +41,7 @@ from jobs.process.reporter import BeatFilter
 from jobs.schema.point import FAILURE_FILES, Device, Point
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
-from orchestrator.execute.artifact_copies import ArtifactCopies
-from orchestrator.execute.artifacts import Source, point_index
+from orchestrator.execute.artifacts import ArtifactCopies, Source, point_index
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.store.records import (
@@ -56,7 +55,7 @@ from orchestrator.store.records import (
     now,
 )
 
-EXPLAIN_S = stacks.STACKS_S + 10.0
+EXPLAIN_S = post_mortem.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
 
 ANSWER = "orchestrator.execute.point:answer"
@@ -164,7 +163,7 @@ def _measured(
         outcome = _outcome(assignment, PointState.ERROR, reason)
         yield outcome
         return outcome
-    with ArtifactCopies(assignment, conditions.store) as copies:
+    with ArtifactCopies(assignment.ids, conditions.store) as copies:
         attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
         outcome = yield from attempt.follow(stopped)
         if outcome is None:

@@ -30,7 +30,7 @@ from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.report import summary
 from orchestrator.report.table import Table
-from orchestrator.run import plan, resume
+from orchestrator.run import plan
 from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
 from orchestrator.run.scheduler import Scheduler
@@ -137,9 +137,9 @@ def _run(order: Order, stop: _Stop) -> int:
 def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, plan.History]:
     """The journal of the run that is resumed, locked, and what it says; the lease guards one on another host."""
     try:
-        journal, history = stack.enter_context(resume.opened(order.run_id, order.folder))
+        journal, history = stack.enter_context(plan.opened(order.run_id, order.folder))
         store.take_lease(order.run_id)
-        resume.check_complete(store, history)
+        plan.check_complete(store, history)
     except StoreUnavailable:
         raise
     except UserError as err:  # another driver may be measuring the run just now

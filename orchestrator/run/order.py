@@ -26,7 +26,7 @@ from orchestrator.errors import UserError
 from orchestrator.execute import requirements
 from orchestrator.execute.requirements import Requirements
 from orchestrator.execute.supervisor import Conditions
-from orchestrator.run import plan, resume
+from orchestrator.run import plan
 from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
 from orchestrator.store import Store
@@ -102,7 +102,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
         spec = load_spec(args.spec, args.set) if args.spec else None
     if settings and args.resume:
         with noting():
-            begun = resume.begun(args.resume, settings.artifacts_dir)
+            begun = plan.begun(args.resume, settings.artifacts_dir)
             if spec is not None and provenance.spec_hash(spec) != begun.spec_hash:
                 fix = "leave SPEC out, or start a new run"
                 raise UserError(f"--resume: {args.resume!r}: its spec differs from the one given; {fix}")

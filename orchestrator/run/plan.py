@@ -1,21 +1,27 @@
-"""Plans a run: all points of a new run, the missing points of a resumed one."""
+"""Plans a run: all points of a new run, the missing points of a resumed one, of which its journal counts."""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from jobs.schema.point import EndedPoint, Machine, Point
-from jobs.schema.states import FAILED, PointState
+from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator import provenance
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
+from orchestrator.store import Store, journal, queries
+from orchestrator.store.journal import Journal, JournalError
 from orchestrator.store.records import (
     EventRecord,
     MetricData,
@@ -26,6 +32,8 @@ from orchestrator.store.records import (
     StartRecord,
     now,
 )
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
 """Points that follow from those that have ended (JobSpec.all_points)."""
@@ -267,3 +275,63 @@ def history(records: Iterable[Record]) -> History | None:
 def fails(point: Point, state: PointState) -> bool:
     """Whether a point's end makes its run fail."""
     return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
+
+
+def begun(run_id: str, artifacts: Path) -> RunRecord:
+    """The latest beginning of a run, from its journal in a folder of runs.
+
+    Raises UserError: it has no journal there, or was not measured here; JournalError: the journal is damaged.
+    """
+    path = artifacts / run_id / journal.NAME
+    if not _RUN_ID.fullmatch(run_id) or not os.path.isfile(path):  # Path.is_file raises for a long name
+        latest = sorted(entry.parent.name for entry in artifacts.glob(f"*/{journal.NAME}"))[-3:]
+        known = f"the latest there are {', '.join(latest)}" if latest else "there is none yet"
+        raise UserError(
+            f"--resume: {run_id!r}: no journal of this run in {artifacts}; {known}; if the database has the run, "
+            f"restore its journal first: nsa export {run_id} --journal"
+        )
+    run = _in_journal(path).run
+    if run.origin is not Origin.MEASURED:
+        raise UserError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
+    if not run.spec:
+        raise UserError(f"--resume: {run_id!r}: its order was refused, it has nothing to go on with; submit a new run")
+    return run
+
+
+@contextmanager
+def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
+    """The journal in a run's folder, locked, and the history that it has.
+
+    Raises UserError: it ends before the run began; JournalError: it is damaged, another run's, or being written.
+    """
+    path = folder / journal.NAME
+    with Journal(path) as book:
+        found = _in_journal(path)
+        if found.run.run_id != run_id:
+            problem = f"is of the run {found.run.run_id!r}; put it into a folder of that name"
+            raise JournalError(f"journal: {str(path)!r}: {problem}")
+        yield book, found
+
+
+def _in_journal(path: Path) -> History:
+    found = history(journal.read(path))
+    if found is None:
+        raise UserError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")
+    return found
+
+
+def check_complete(store: Store, old: History) -> None:
+    """Raise UserError if the database has more of a run than its journal: new results would have the numbers of old."""
+    run_id = old.run.run_id
+    run, attempts = queries.run(store, run_id), queries.attempts(store, run_id)
+    resumed = run["resumed"] if run else 0
+    known = {point_id: point.attempt for point_id, point in old.points.items()}
+    started = attempts.loc[attempts["started_at"].notna(), ["point_id", "number"]].itertuples(index=False)
+    lacking = len({point_id for point_id, number in started if number > known.get(point_id, 0)})
+    if resumed > old.run.resumed or lacking:
+        store.end_lease(run_id)
+        raise UserError(
+            f"--resume: {run_id!r}: its journal is older than what {store.name} has of the run ({resumed} resumptions, "
+            f"the journal {old.run.resumed}; newer attempts at {lacking} points); bring the newest journal here, "
+            f"or move this one away and write it again from the database: nsa export {run_id} --journal"
+        )

@@ -30,8 +30,7 @@ from jobs.schema.quantities import FEWEST_SAMPLES
 from jobs.schema.states import PointState, RunState
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, RunMissingError, StoreError
-from orchestrator.store import schema
-from orchestrator.store.engine import TIMEOUT_S, errors, make_engine, parse, shown
+from orchestrator.store.engine import TIMEOUT_S, check_schema, errors, make_engine, parse, shown, upgrade
 from orchestrator.store.models import Artifact, Attempt, Base, DeclaredQuantity, Environment, Event, Point, Run
 from orchestrator.store.records import (
     ArtifactRecord,
@@ -79,7 +78,7 @@ class Store(AbstractContextManager["Store"]):
         if parsed.get_backend_name() == "sqlite":
             path = Path(parsed.database or "").absolute()
             if create and not readonly:
-                schema.upgrade(url)
+                upgrade(url)
             elif is_missing(path):
                 raise StoreError(f"{SETTING}: {shown(parsed)!r}: no such file; run a job or `nsa db upgrade` first")
             elif not os.path.isfile(path):  # SQLite would wait for a pipe; False too for a name that is too long
@@ -87,7 +86,7 @@ class Store(AbstractContextManager["Store"]):
         engine = make_engine(parsed, readonly=readonly)
         try:
             with errors(parsed), engine.connect() as connection:
-                schema.check(connection)
+                check_schema(connection)
         except StoreError:
             engine.dispose()
             raise

@@ -14,7 +14,7 @@ _run, _point, _attempt, _environment = (_tables[name] for name in ("run", "point
 _metric, _quantity, _series, _verdict = (_tables[name] for name in ("metric", "quantity", "series", "verdict"))
 _metadata = MetaData()  # separate from the models', whose tables alone are compared with the migrations
 QUERIES: dict[str, Select] = {}
-"""The views' queries by name, those that others read first; `schema.upgrade` makes them."""
+"""The views' queries by name, those that others read first; `engine.upgrade` makes them."""
 
 
 def _view(name: str, query: Select) -> Table:

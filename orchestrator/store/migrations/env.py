@@ -1,4 +1,4 @@
-"""Alembic's entry: migrates over the connection that orchestrator.store.schema hands in."""
+"""Alembic's entry: migrates over the connection that orchestrator.store.engine hands in."""
 
 from alembic import context
 

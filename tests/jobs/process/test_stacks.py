@@ -10,21 +10,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.process import stacks
+from jobs.process import post_mortem
 
 COMPILING = """
 import time
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from jobs.process import stacks
+from jobs.process import post_mortem
 from kernel import copy
 
 def stuck_here():
     print("there", flush=True)
     time.sleep(600)
 
-stacks.offer()
+post_mortem.offer_stacks()
 source = ASTSource(copy, signature={"x": "*fp32", "y": "*fp32"}, constexprs={})
 compile(source, target=GPUTarget("cuda", 80, 32))
 stuck_here()
@@ -63,7 +63,7 @@ def test_a_process_that_has_compiled_a_kernel_still_writes_its_stacks(
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n", (kernel / "stderr").read_text()
-        [text] = stacks.dumps([psutil.Process(process.pid)])
+        [text] = post_mortem.dumps([psutil.Process(process.pid)])
         assert "lang_start" in text
         assert "in stuck_here" in text
         assert process.poll() is None

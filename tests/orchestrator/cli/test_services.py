@@ -22,7 +22,7 @@ from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
 from orchestrator.errors import UserError
-from orchestrator.execute import ray_folder
+from orchestrator.execute import ray_access
 from orchestrator.settings import Settings
 
 
@@ -54,8 +54,8 @@ def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(
         services.up(second, num_cpus=1)
         first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
         assert first_address != second_address
-        assert ray_folder.local_address(settings) == first_address  # for a driver that is no job
-        assert ray_folder.local_address(second) == second_address
+        assert ray_access.local_address(settings) == first_address  # for a driver that is no job
+        assert ray_access.local_address(second) == second_address
         _down_leaves_nothing(second)
         assert [s.healthy for s in services.local_services(settings)] == [True, True]
         _down_leaves_nothing(settings)
@@ -66,7 +66,7 @@ def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(
 
 
 def _down_leaves_nothing(settings: Settings) -> None:
-    folder = ray_folder.folder_of_a_new_cluster(settings)
+    folder = ray_access.folder_of_a_new_cluster(settings)
     assert (folder / "ray_current_cluster").exists()
     assert services.down(settings) == ["dashboard", "ray"]
     assert not folder.parent.exists()
@@ -76,7 +76,7 @@ def _down_leaves_nothing(settings: Settings) -> None:
 
 def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
     """As where the file with its process was lost; the folder of one that is gone goes with the next `down`."""
-    folder = ray_folder.folder_of_a_new_cluster(settings)
+    folder = ray_access.folder_of_a_new_cluster(settings)
     folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as head:
         (folder / "ray_current_cluster").write_text(f"127.0.0.1:{head.getsockname()[1]}")

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import ftp_server
 
 from jobs.specs.spec import Deadlines
-from orchestrator.execute import artifact_copies
+from orchestrator.execute import artifacts
 from orchestrator.execute.artifacts import Source
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, Progress
@@ -112,12 +112,12 @@ def hanging() -> str:
 
 def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: False) -> list:
     """The records of the files of an attempt's end."""
-    with artifact_copies.ArtifactCopies(TASK, store) as copies:
+    with artifacts.ArtifactCopies(TASK.ids, store) as copies:
         return list(copies.rest(sources, stopped))
 
 
 def test_a_store_that_hangs_holds_up_no_deadline_and_no_live_series(hanging: str, snippet_kind, monkeypatch) -> None:
-    monkeypatch.setattr(artifact_copies, "STALL_S", 3600.0)
+    monkeypatch.setattr(artifacts, "STALL_S", 3600.0)
     code = """import time
 beat.keep('rank0.json', '{}')
 for step in range(40):
@@ -138,7 +138,7 @@ time.sleep(600)"""
 
 
 def test_files_of_a_store_that_hangs_are_given_up_with_a_warning_each(hanging: str, monkeypatch) -> None:
-    monkeypatch.setattr(artifact_copies, "STALL_S", 1.0)
+    monkeypatch.setattr(artifacts, "STALL_S", 1.0)
     message = "the artifact store hanging://place did not answer for 1 s"
     records = rest(hanging, Source("a.txt", "a"), Source("b.txt", "b"))
     assert warnings(records) == [f"7 file not kept: {name!r}: {message}" for name in ("a.txt", "b.txt")]

@@ -22,7 +22,7 @@ from jobs.schema.point import Machine
 from orchestrator.cli import submission
 from orchestrator.cli.commands import app
 from orchestrator.errors import ExecutorGone, UserError
-from orchestrator.execute import ray_connection, ray_folder
+from orchestrator.execute import ray_access, ray_connection
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_connection import ClusterWatch
 from orchestrator.run import driver
@@ -158,7 +158,7 @@ def test_a_head_that_freezes_while_ray_connects_does_not_keep_a_driver(submitted
 
 
 def test_a_cluster_that_says_nothing_is_told_in_a_line(home, spec, silent, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(ray_folder, "_REACH_S", 0.2)
+    monkeypatch.setattr(ray_access, "_REACH_S", 0.2)
     assert driver.main([str(spec("pass"))]) == 2
     assert re.fullmatch(r"error: NSA_RAY_ADDRESS: '127.*': takes connections, but .*\n", capsys.readouterr().err)
     run = only_run(home)

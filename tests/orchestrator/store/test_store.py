@@ -19,9 +19,9 @@ from statements import rows_of
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, StoreError, queries, upgrade
+from orchestrator.store.engine import REVISIONS
 from orchestrator.store.models import Attempt, Base, Metric, Point, Run
 from orchestrator.store.records import MetricData, OutcomeRecord, Progress, Record, RunEndRecord, StartRecord
-from orchestrator.store.schema import REVISIONS
 
 RUN = "20261120-120000-demo-abcd"
 
