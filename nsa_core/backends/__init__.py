@@ -5,7 +5,7 @@ Other distributions offer more in the entry point group `nsa_bench.implementatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -28,31 +28,23 @@ class Backend(Protocol):
 
     Every function takes q [B,S,Hq,Dk] whose rows are the last S of the T positions of the keys, and returns
     [B,S,Hq,Dv] in q's dtype. `gate` [B,S,Hq] multiplies the branch's output; None stands for ones.
+
+    Attributes:
+        unavailable: (device, dtype): reason why it cannot run there; None if it can.
+        window: (q, k, v, gate, window, scale): branch over the last `window` positions, the query's own included.
+        compressed: (q, k_cmp, v_cmp, gate, config, offset, scale): branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv];
+            row r of q is at position offset + r.
+        select: (q, k_cmp, config, offset, scale): selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with
+            -1. Not differentiable.
+        selected: (q, k, v, gate, blocks, config, scale): branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] in `blocks`, as
+            `select` gives them.
     """
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Reason why it cannot run on `device` in `dtype`; None if it can."""
-        ...
-
-    def window(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
-        """Window branch over the last `window` positions, the query's own included."""
-        ...
-
-    def compressed(
-        self, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, gate: Tensor | None, config: NSAConfig, offset: int, scale: float
-    ) -> Tensor:
-        """Compressed branch over k_cmp [B,N,Hkv,Dk], v_cmp [B,N,Hkv,Dv]; row r of q is at position offset + r."""
-        ...
-
-    def select(self, q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
-        """Selected blocks, int32 [B,S,Hkv,slc_count], ascending, padded with -1. Not differentiable."""
-        ...
-
-    def selected(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor, config: NSAConfig, scale: float
-    ) -> Tensor:
-        """Selected branch over k [B,T,Hkv,Dk], v [B,T,Hkv,Dv] in `blocks`, as `select` gives them."""
-        ...
+    unavailable: Callable[[torch.device, torch.dtype], str | None]
+    window: Callable[..., Tensor]  # some have options
+    compressed: Callable[[Tensor, Tensor, Tensor, Tensor | None, NSAConfig, int, float], Tensor]
+    select: Callable[..., Tensor]
+    selected: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, NSAConfig, float], Tensor]
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
