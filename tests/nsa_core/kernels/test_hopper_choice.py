@@ -63,6 +63,7 @@ CHOICES = [
     ({"dtype": torch.float16}, SPANS),  # it rounds less than packed slots
     ({"late": "do"}, {"_all_spans_forward", "_selected_forward_hopper"}),  # a gradient that is not aligned
     ({"config": NSAConfig(slc_block=32)}, SPANS),
+    ({"config": NSAConfig(slots="exact")}, SPANS),
     ({"config": NSAConfig(local_blocks=0)}, SPANS),  # blocks are not wholly before the query
     ({"tokens": 20}, set()),  # without compressed keys there is nothing to describe
     ({"keys": "separate"}, SELECTED),
@@ -81,16 +82,13 @@ def test_each_call_takes_the_kernels_that_are_for_it(monkeypatch, given, expecte
     assert ALL & started(monkeypatch, **given) == expected
 
 
-def test_exact_slots_are_not_packed(monkeypatch):
-    config = NSAConfig(slots="exact")
-    assert (SPANS | SELECTED) & started(monkeypatch, config=config) == SPANS
-    packed = [one.constants["PACKED"] for one in launches(monkeypatch, config=config) if "PACKED" in one.constants]
-    assert not any(packed)
+EXACT = {"config": NSAConfig(slots="exact")}
+PACKED = [({}, (True, True)), ({"late": "do"}, (True, False)), ({"late": "q"}, (False, False)), (EXACT, (False, False))]
 
 
-@pytest.mark.parametrize(("late", "packed"), [("", (True, True)), ("do", (True, False)), ("q", (False, False))])
-def test_slots_are_read_as_they_are_written(monkeypatch, late, packed):
-    of_slots = [one for one in launches(monkeypatch, late=late) if one.constants.get("FREE")]
+@pytest.mark.parametrize(("given", "packed"), PACKED, ids=str)
+def test_slots_are_read_as_they_are_written(monkeypatch, given, packed):
+    of_slots = [one for one in launches(monkeypatch, **given) if one.constants.get("FREE")]
     reads = {one.kernel.__name__: one.constants["PACKED"] for one in of_slots if "PACKED" in one.constants}
     assert (reads["_merge"], reads["_sum_dq"]) == packed
 
