@@ -19,8 +19,17 @@ from torch import Tensor
 
 from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.adapters.packages import TORCH_FIXED
-from jobs.measure.call import FunctionCall, measure_call
-from jobs.measure.check import MISMATCH, REACHES, Agreement, WrongResult, attend_by, compare, make_inputs, small_case
+from jobs.measure.check import (
+    MISMATCH,
+    REACHES,
+    Agreement,
+    Operator,
+    WrongResult,
+    attend_by,
+    compare,
+    make_inputs,
+    small_case,
+)
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.measure.rows import chooses_alike
 from jobs.schema.plain_text import error_in_a_line
@@ -84,13 +93,18 @@ class Case(OperatorCase):
         _forget_tuned_choices()
         return agreement
 
-    def call(self) -> FunctionCall:
+    def operator(self) -> Operator:
         if self.error_factor is None:
-            return super().call()
-        (peer, _), inputs, nsa = load_peer(self.implementation), self.inputs(), self.model.nsa
-        if peer.semantics(nsa) is None:
-            del inputs["gates"]
-        return self.differentiated(lambda: peer.attend(inputs, nsa, self.window_kernel), inputs)
+            return super().operator()
+        peer, nsa = load_peer(self.implementation)[0], self.model.nsa
+        return Operator(
+            self.implementation,
+            peer.semantics(nsa),
+            lambda inputs: peer.attend(inputs, nsa, self.window_kernel),
+            lambda inputs: _choice(peer, nsa, inputs),
+            tie=torch.finfo(self.torch_dtype).eps,
+            factor=self.error_factor,
+        )
 
 
 class Spec(LayoutsSpec):
@@ -154,12 +168,11 @@ def _reason_against(case: OperatorCase, machine: Machine) -> str | None:
 
 def measure(case: Case, beat: Beat) -> Measurement:
     """Compare a peer, or an implementation of this project, with the oracle, and measure its time and memory."""
-    if case.error_factor is None:
-        return measure_operator(case, beat)
     beat("import")
-    peer, version = load_peer(case.implementation)
-    _, measured = measure_call(case, case.call, beat, timing=case.timing)
-    claimed = peer.semantics(case.model.nsa)
+    measured = measure_operator(case, beat)
+    if case.error_factor is None:
+        return measured
+    version, claimed = load_peer(case.implementation)[1], case.operator().computes
     what = "dense causal attention" if claimed is None else asdict(claimed)
     about = {"name": case.implementation, "version": version, "computes": what}
     return replace(measured, environment={**measured.environment, "peer": about})

@@ -50,6 +50,19 @@ class Agreement:
         ]
 
 
+@dataclass(frozen=True)
+class Operator:
+    """An implementation of attention as it is called, and what its results are held to."""
+
+    name: str
+    computes: NSAConfig | None  # None: dense causal attention, without gates
+    attend: Callable[[Mapping[str, Tensor]], Tensor]  # output [B,S,Hq,D] of the inputs
+    choose: Callable[[Mapping[str, Tensor]], Tensor]  # blocks [B,S,Hkv,n] that it selects, ascending, -1 last
+    branches: tuple[Branch, ...] = BRANCHES
+    tie: float = 1e-3  # relative difference of scores of which either may be chosen: products of bf16 summed in float32
+    factor: float = 2  # times an eager run's error that is right
+
+
 def make_inputs(
     shape: HeadsSpec, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
 ) -> dict[str, Tensor]:

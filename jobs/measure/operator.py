@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
-from jobs.measure.check import DENSE_KERNELS, Agreement, attend, check_model, make_inputs
+from jobs.measure.check import DENSE_KERNELS, Agreement, Operator, attend, check_model, make_inputs
 from jobs.measure.clock import TimingSpec
 from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
@@ -21,7 +21,7 @@ from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA
 from jobs.specs.fields import MOST, NSA, BareNSA, Count, DType, HeadsSpec, Large, Lengths, Passes, Preset, Unique
 from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, select_blocks
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -54,6 +54,16 @@ class OperatorCase(ModelCase):
         model = check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
         return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
 
+    def operator(self) -> Operator:
+        """The attention that is called."""
+        name, nsa = self.implementation, self.model.nsa
+
+        def choose(inputs: Mapping[str, Tensor]) -> Tensor:
+            return select_blocks(inputs["q"].detach(), inputs["k"].detach(), nsa, backend=name)
+
+        computes = None if name in DENSE_KERNELS else nsa
+        return Operator(name, computes, lambda inputs: attend(inputs, nsa, name, self.branches), choose, self.branches)
+
     def inputs(self) -> dict[str, Tensor]:
         """q, k, v and gate logits, as `make_inputs` makes them."""
         settings = self.batch, self.seq_len, self.torch_dtype, self.torch_device, self.seed, self.backward
@@ -62,14 +72,12 @@ class OperatorCase(ModelCase):
     def call(self) -> FunctionCall:
         """The operator; or for workload model the loss on random tokens, and its gradients."""
         if self.workload == "attention":
-            inputs = self.inputs()
-            if self.implementation in DENSE_KERNELS:
+            inputs, operator = self.inputs(), self.operator()
+            if operator.computes is None:
                 del inputs["gates"]
-            settings = self.model.nsa, self.implementation, self.branches
-            call = self.differentiated(lambda: attend(inputs, *settings), inputs)
+            call = self.differentiated(lambda: operator.attend(inputs), inputs)
             towards = call.resident[-1] if self.backward else None
-            rows = RowCheck(self.implementation, self.model.nsa, self.branches, inputs, towards, self.seed)
-            return replace(call, rows=rows)
+            return replace(call, rows=RowCheck(operator, inputs, towards, self.seed))
         torch.manual_seed(self.seed)
         model = NSATransformer(self.model).to(self.torch_device, self.torch_dtype).train(self.backward)
         tokens = torch.randint(self.model.vocab_size, (self.batch, self.seq_len + 1), device=self.torch_device)
@@ -101,13 +109,13 @@ class OperatorCase(ModelCase):
         return FunctionCall(run, resident)
 
 
-def lowest_ms(case: ModelCase, flops: float, bandwidth: float) -> float:
+def lowest_ms(case: OperatorCase, flops: float, bandwidth: float) -> float:
     """Milliseconds of a call at so many FLOP/s and bytes/s: two products with each key that a query must see, thrice
     with gradients; and reading q, k and v once. Keys of the window are taken to be among the selected ones.
     """
-    heads, nsa, length = case.shape, case.model.nsa, case.seq_len
+    heads, nsa, length = case.shape, case.operator().computes, case.seq_len
     keys = (length + 1) / 2
-    if case.implementation not in DENSE_KERNELS:
+    if nsa is not None:
         most = min(max(nsa.window, nsa.slc_count * nsa.slc_block), length)
         keys = most - most * (most - 1) / (2 * length) + max(0, (length / 2 - nsa.cmp_block) / nsa.cmp_stride)
     products = 4 * (3 if case.backward else 1) * case.tokens * heads.query_heads * heads.head_dim * keys

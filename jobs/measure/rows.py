@@ -2,7 +2,7 @@
 
 A row of the output, and of the gradients of q and the gates, follows from its own query; those of k and v at the last
 positions follow from the last queries. So float64 is affordable at any length. All sides attend to the blocks that the
-implementation selects from these inputs, which are compared with float64's choice.
+implementation, ours or a peer, selects from these inputs, which are compared with float64's choice.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.check import WrongResult
+from jobs.measure.check import Operator, WrongResult
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ROWS_ERROR, ROWS_ERROR_BOUND
-from jobs.specs.fields import DENSE_KERNELS
-from nsa_core import NSAConfig, compress, select_blocks
+from nsa_core import NSAConfig, compress
 from nsa_core.backends import BACKENDS, naive
-from nsa_core.routes import Branch
 
 _RANDOM = 8  # rows beside those at edges
 _LAST = 16  # rows at the end, whose keys and values are checked as well
-_TIE = 1e-3  # scores of blocks as near as this are tied: products of bf16 are summed in float32
 _SMALL = 0.1  # of the largest row
 
 
@@ -51,19 +48,10 @@ class RowCheck:
     The inputs are the call's, without gates of dense attention; `towards` is the gradient of the output, if any.
     """
 
-    def __init__(
-        self,
-        implementation: str,
-        config: NSAConfig,
-        branches: tuple[Branch, ...],
-        inputs: Mapping[str, Tensor],
-        towards: Tensor | None,
-        seed: int,
-    ) -> None:
-        self._implementation, self._branches = implementation, branches
-        self._config = None if implementation in DENSE_KERNELS else config
-        self._inputs, self._towards = inputs, towards
+    def __init__(self, operator: Operator, inputs: Mapping[str, Tensor], towards: Tensor | None, seed: int) -> None:
+        self._operator, self._inputs, self._towards = operator, inputs, towards
         self._generator = torch.Generator(inputs["q"].device).manual_seed(seed + 2)
+        config = operator.computes or NSAConfig()
         self._spans = _spans(config, inputs["q"].shape[2], inputs["k"].shape, seed)
         self._taken: list[dict[str, Tensor]] = []
 
@@ -86,11 +74,10 @@ class RowCheck:
 
     def judge(self) -> tuple[Metric, Metric]:
         """Error and bound of the last rows taken, as metrics. Raises WrongResult."""
-        blocks = None
-        q, k = (self._inputs[name].detach() for name in "qk")
-        if self._config is not None and "slc" in self._branches:
-            blocks = select_blocks(q, k, self._config, backend=self._implementation)
-            self._judge_choices(blocks, self._config)
+        operator, q, blocks = self._operator, self._inputs["q"].detach(), None
+        if operator.computes is not None and "slc" in operator.branches:
+            blocks = operator.choose(self._inputs)
+            self._judge_choices(blocks, operator.computes)
         sides: list[dict[str, list[Tensor]]] = [{}, {}, {}]  # got, eager, truth
         for span, rows in zip(self._spans, self._taken, strict=True):
             plain, exact = (self._compute(span, dtype, blocks) for dtype in (q.dtype, torch.float64))
@@ -101,9 +88,9 @@ class RowCheck:
         scales = {name: _scale(rows, gradient=name != "output") for name, rows in truth.items()}
         got, eager, truth = ({name: x / scales[name] for name, x in side.items()} for side in (got, eager, truth))
         where = f"{len(truth['output'])} rows of q {tuple(q.shape)}"
-        agreement = check.judge(got, eager, truth, q.dtype, where, self._implementation)
+        agreement = check.judge(got, eager, truth, q.dtype, where, operator.name, operator.factor)
         how = f"max |x - float64| / max |float64| of a row, {where}, of the last timed call, whose queries no other had"
-        bound = "2 times an eager run's of the same rows, plus a floor"
+        bound = f"{operator.factor:g} times an eager run's of the same rows, plus a floor"
         return (
             Metric.of(ROWS_ERROR, agreement.error, method=how),
             Metric.of(ROWS_ERROR_BOUND, agreement.bound, method=bound),
@@ -117,7 +104,7 @@ class RowCheck:
         parts = {name: x.detach().to(dtype).requires_grad_(backward) for name, x in parts.items()}
         chosen = None if blocks is None else blocks[span.sequence, span.rows, span.kv_head]
         with torch.set_grad_enabled(backward):
-            out = check.attend_by(BACKENDS["naive"], parts, self._config, self._branches, chosen)
+            out = check.attend_by(BACKENDS["naive"], parts, self._operator.computes, self._operator.branches, chosen)
         found = {"output": out.detach()}
         if self._towards is not None:
             towards = span.of("output", self._towards).to(dtype)
@@ -128,6 +115,7 @@ class RowCheck:
 
     def _judge_choices(self, blocks: Tensor, config: NSAConfig) -> None:
         """Hold the selected blocks of the sampled rows against float64's scores. Raises WrongResult."""
+        name, tie = self._operator.name, self._operator.tie
         for span in self._spans:
             q = span.of("q", self._inputs["q"].detach()).double()
             keys = self._inputs["k"].detach()[span.sequence, : span.rows.stop, span.kv_head].double()
@@ -136,14 +124,12 @@ class RowCheck:
             chosen, best = (side[0, :, 0].tolist() for side in sides)
             ranks = naive.block_ranks(*args)[0].tolist()
             for row, (ours, exact, of_row) in enumerate(zip(chosen, best, ranks, strict=True), span.rows.start):
-                if not chooses_alike(ours, exact, of_row):
-                    raise WrongResult(
-                        f"{self._implementation}: row {row} of {blocks.shape[1]} selects blocks {ours}, float64 {exact}"
-                    )
+                if not chooses_alike(ours, exact, of_row, tie):
+                    raise WrongResult(f"{name}: row {row} of {blocks.shape[1]} selects blocks {ours}, float64 {exact}")
 
 
-def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float = _TIE) -> bool:
-    """Whether blocks of a query are the best ones, or others whose ranks are tied with theirs; -1 pads both."""
+def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float) -> bool:
+    """Whether blocks of a query are the best ones, or others whose ranks are within `tie` of theirs; -1 pads both."""
     taken, missed = {*chosen} - {*best}, {*best} - {*chosen}
     if sorted({*chosen} - {-1}) + [-1] * list(chosen).count(-1) != list(chosen) or len(taken) != len(missed):
         return False  # not ascending, twice, or too few
@@ -161,7 +147,8 @@ def _scale(rows: Tensor, *, gradient: bool) -> Tensor:
 
 
 def _spans(config: NSAConfig, query_heads: int, keys: torch.Size, seed: int) -> list[_Span]:
-    """The last rows together; the first, those at edges of blocks and of the window, and random ones alone."""
+    """The first row, those at edges of blocks and of the window, and random ones alone; the last rows together, of the
+    last sequence and heads: where an offset that has outgrown 32 bits is wrong first."""
     batch, length, kv_heads, _ = keys
     group = query_heads // kv_heads
     draw = random.Random(seed)
@@ -170,11 +157,9 @@ def _spans(config: NSAConfig, query_heads: int, keys: torch.Size, seed: int) -> 
     edges += [config.window - 1, config.window, config.slc_count * config.slc_block]
     rows = {0, *edges, *(draw.randrange(length) for _ in range(_RANDOM))}
     places = [slice(row, row + 1) for row in sorted(rows) if 0 <= row < length]
-    places.append(slice(max(0, length - _LAST), length))
     first, spans = draw.randrange(kv_heads), []
-    for number, place in enumerate(places, first):
-        sequence, head = draw.randrange(batch), number % kv_heads
-        heads = slice(head * group, (head + 1) * group)
-        last = place is places[-1]
+    at = [(draw.randrange(batch), number % kv_heads, place) for number, place in enumerate(places, first)]
+    for sequence, head, place in [*at, (batch - 1, kv_heads - 1, slice(max(0, length - _LAST), length))]:
+        heads, last = slice(head * group, (head + 1) * group), len(spans) == len(at)
         spans.append(_Span(slice(sequence, sequence + 1), slice(head, head + 1), heads, place, last))
     return spans
