@@ -12,7 +12,7 @@ ValueError that names the argument, its value and the fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 
@@ -73,21 +73,9 @@ def nsa_attention(
     """
     computed = ordered_branches(branches)
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
-    operands = Operands(q, keys, values, k_cmp, v_cmp, gates).under_autocast()
-    operands.check(config, cu_seqlens is not None)
-    steps = ("select", *computed) if "slc" in computed else computed
-    backends = resolve(backend, steps, q.device, operands.q.dtype, Heads.of(q, keys[0], values[0]))
-    attend = partial(_attend, config=config, scale=_scale(scale, q), branches=computed, backends=backends)
+    operands = Operands(q, keys, values, k_cmp, v_cmp, gates)
     _check_compression(config, (k_cmp, v_cmp)[: 2 if "cmp" in computed else int("slc" in computed)])
-    if _is_empty(q, cu_seqlens):
-        return operands.nothing()
-    with _inputs.without_autocast(q):
-        if cu_seqlens is None:
-            return attend(operands)
-        if all(each is triton for each in backends.values()):  # it takes packed sequences as they are
-            bounds = checked_packing(operands, config, cu_seqlens, max_seqlen)
-            return attend(operands.each(lambda x: x[None]), bounds=bounds)[0]
-        return compute_packed(attend, operands, config, cu_seqlens, max_seqlen)
+    return _attention(operands, config, computed, cu_seqlens, max_seqlen, scale, backend)
 
 
 def select_blocks(
@@ -111,18 +99,12 @@ def select_blocks(
     operands = Operands(q, (k, k, k), (k, k, k), k_cmp).under_autocast()
     operands.check(config, cu_seqlens is not None)
     chosen = resolve(backend, ("select",), q.device, operands.q.dtype, Heads.of(q, k))["select"]
-    factor = _scale(scale, q)
+    select = partial(_select, config=config, scale=_scale(scale, q), backend=chosen)
     _check_compression(config, (k_cmp,))
     if _is_empty(q, cu_seqlens):
         return q.new_empty(*q.shape[:-2], k.shape[-2], config.slc_count, dtype=torch.int32)
-    with torch.no_grad(), _inputs.without_autocast(q):
-        if cu_seqlens is None:
-            return _select(operands, config, factor, chosen)
-        if chosen is triton:
-            bounds = checked_packing(operands, config, cu_seqlens, max_seqlen)
-            return triton.select_packed(operands.each(lambda x: x[None]), config, factor, *bounds)[0]
-        select = partial(_select, config=config, scale=factor, backend=chosen)
-        return compute_packed(select, operands, config, cu_seqlens, max_seqlen)
+    with torch.no_grad():
+        return _through(select, operands, config, cu_seqlens, max_seqlen, chosen is triton)
 
 
 def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -180,6 +162,36 @@ def dense_attention(
         return dense.attention(operands.q, operands.keys[0], operands.values[0], factor, window, backend, cu_seqlens)
 
 
+def _attention(
+    operands: Operands, config: NSAConfig, branches: tuple[Branch, ...], cu_seqlens: Tensor | None,
+    max_seqlen: int | None, scale: float | None, backend: str | Mapping[str, str],
+) -> Tensor:  # fmt: skip
+    """Sum of `branches`, as nsa_attention and the doors below it have it."""
+    operands = operands.under_autocast()
+    operands.check(config, cu_seqlens is not None)
+    q, steps = operands.q, ("select", *branches) if "slc" in branches else branches
+    backends = resolve(backend, steps, q.device, q.dtype, Heads.of(q, operands.keys[0], operands.values[0]))
+    attend = partial(_attend, config=config, scale=_scale(scale, q), branches=branches, backends=backends)
+    if _is_empty(q, cu_seqlens):
+        return operands.nothing()
+    by_kernels = all(each is triton for each in backends.values())
+    return _through(attend, operands, config, cu_seqlens, max_seqlen, by_kernels)
+
+
+def _through(
+    compute: Callable[..., Tensor], operands: Operands, config: NSAConfig, cu_seqlens: Tensor | None,
+    max_seqlen: int | None, by_kernels: bool,
+) -> Tensor:  # fmt: skip
+    """Result of `compute`, which takes a batch, for operands packed or not; the kernels take sequences as they are."""
+    with _inputs.without_autocast(operands.q):
+        if cu_seqlens is None:
+            return compute(operands)
+        if by_kernels:
+            bounds = checked_packing(operands, config, cu_seqlens, max_seqlen)
+            return compute(operands.each(lambda x: x[None]), bounds=bounds)[0]
+        return compute_packed(compute, operands, config, cu_seqlens, max_seqlen)
+
+
 def _is_empty(x: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether x has no token, as on a rank that got none, after a check of its bounds if it is packed."""
     if x.numel() == 0 and cu_seqlens is not None:
@@ -234,7 +246,11 @@ def _branch(
         return backends["cmp"].compressed(q, k_cmp, v_cmp, gate, config, operands.offset, scale)
 
 
-def _select(operands: Operands, config: NSAConfig, scale: float, backend: Backend) -> Tensor:
+def _select(
+    operands: Operands, config: NSAConfig, scale: float, backend: Backend, bounds: tuple[Tensor, int] | None = None
+) -> Tensor:
+    if bounds is not None:
+        return triton.select_packed(operands, config, scale, *bounds)
     k_cmp = compress(operands.keys[0], config) if operands.k_cmp is None else operands.k_cmp
     with profiled(("select",)):
         return backend.select(operands.q, k_cmp, config, operands.offset, scale)

@@ -73,7 +73,7 @@ def checked_packing(
         torch.ops.aten._assert_async.msg((bounds.diff() <= max_seqlen).all(), f"max_seqlen: {max_seqlen}: {fix}")
     for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)):
         if x is not None:
-            tokens = compressed_counts(bounds, config).sum()
+            tokens = compressed_counts(cu_seqlens, config).sum()
             if _on_host(tokens):
                 check_tokens(name, x, int(tokens))
             else:
