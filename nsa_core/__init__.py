@@ -6,7 +6,15 @@ Imports torch only. Start at `nsa_attention`; `nsa_core.routes.capture` shows wh
 from .backends import available_backends
 from .config import NSAConfig
 from .errors import BackendError, InputError
-from .functional import compress, dense_attention, nsa_attention, select_blocks
+from .functional import (
+    compress,
+    dense_attention,
+    nsa_attention,
+    nsa_attn_varlen_func,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 from .layer import NativeSparseAttention
 from .model import PRESETS, ModelConfig, NSATransformer
 
@@ -24,5 +32,8 @@ __all__ = [
     "compress",
     "dense_attention",
     "nsa_attention",
+    "nsa_attn_varlen_func",
     "select_blocks",
+    "selected_attention",
+    "window_attention",
 ]

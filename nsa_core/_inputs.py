@@ -25,7 +25,8 @@ class Operands:
         q: [B,S,Hq,Dk].
         keys, values: [B,T,Hkv,D], one for each of cmp, slc, win.
         k_cmp, v_cmp: compressed keys and values [B,Nc,Hkv,D] made by the caller; None: made by `compress`.
-        gates: [B,S,Hq,3].
+        gates: [B,S,Hq,3]; None: ones.
+        blocks: selected blocks [B,S,Hkv,n] made by the caller; None: made by `select`.
     """
 
     q: Tensor
@@ -34,6 +35,7 @@ class Operands:
     k_cmp: Tensor | None = None
     v_cmp: Tensor | None = None
     gates: Tensor | None = None
+    blocks: Tensor | None = None
 
     @property
     def offset(self) -> int:
@@ -45,7 +47,8 @@ class Operands:
         dtype = autocast_dtype(self.q)
         if dtype is None:
             return self
-        return replace(replace(self, gates=None).each(lambda x: x.to(dtype)), gates=self.gates)
+        cast = replace(self, gates=None, blocks=None).each(lambda x: x.to(dtype))
+        return replace(cast, gates=self.gates, blocks=self.blocks)
 
     def check(self, config: NSAConfig, packed: bool) -> None:
         """Raise InputError for the first tensor whose shape, dtype or device does not fit."""
@@ -54,6 +57,13 @@ class Operands:
             _check_pair(self.q, key, value, self.keys[0], packed)
             if value.shape[-1] != self.values[0].shape[-1]:
                 raise InputError("v", _text(value), f"give one head dim for every branch: {_text(self.values[0])}")
+        blocks, wanted = self.blocks, [*self.q.shape[:-2], self.keys[0].shape[-2], config.slc_count]
+        if blocks is not None and (list(blocks.shape), blocks.dtype, blocks.device) != (
+            wanted,
+            torch.int32,
+            self.q.device,
+        ):
+            raise InputError("blocks", _text(blocks), f"give {wanted}, int32, on {self.q.device}")
         gates, wanted = self.gates, [*self.q.shape[:-1], 3]
         if gates is not None and (
             list(gates.shape) != wanted or gates.dtype not in _DTYPES or gates.device != self.q.device
@@ -81,8 +91,8 @@ class Operands:
             by_branch.append((for_cmp, for_slc, for_cmp if win is cmp else for_slc if win is slc else change(win)))
         keys, values = by_branch
         k_cmp, v_cmp = (None if x is None else (compressed or change)(x) for x in (self.k_cmp, self.v_cmp))
-        gates = None if self.gates is None else change(self.gates)
-        return Operands(change(self.q), keys, values, k_cmp, v_cmp, gates)
+        gates, blocks = (None if x is None else change(x) for x in (self.gates, self.blocks))
+        return Operands(change(self.q), keys, values, k_cmp, v_cmp, gates, blocks)
 
     def nothing(self) -> Tensor:
         """Attention of no query, as q [..,0,..] with the head dim of v: without elements; its gradients are zeros."""

@@ -24,7 +24,14 @@ from ._inputs import Operands
 from .backends import Backend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
-from .packed_sequences import checked_bounds, checked_packing, compute_packed, sequence_spans
+from .packed_sequences import (
+    check_blocks,
+    check_same_bounds,
+    checked_bounds,
+    checked_packing,
+    compute_packed,
+    sequence_spans,
+)
 from .routes import BRANCHES, Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -107,6 +114,75 @@ def select_blocks(
         return _through(select, operands, config, cu_seqlens, max_seqlen, chosen is triton)
 
 
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, block_size: int = 64, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, scale: float | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Causal attention to blocks of keys that the caller chose, differentiable in q, k and v.
+
+    Args:
+        q, k, v, cu_seqlens, max_seqlen, scale, backend: as in nsa_attention.
+        blocks: int32 [B,S,Hkv,n], packed [total,Hkv,n]: the n blocks of each query and kv head, ascending, numbered
+            from each sequence's first; none begins after its query. A query with fewer than n such blocks has them all,
+            padded with -1 at the end, as any choice of the n best has it; `select_blocks` gives such.
+        block_size: tokens of a block.
+
+    Returns:
+        [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. A query sees its blocks' tokens up to its own.
+
+    Raises:
+        InputError: as nsa_attention, or blocks that are not as above. Those on a GPU are checked there, by a
+            device-side assertion.
+        BackendError: as nsa_attention.
+    """
+    if blocks.dim() != q.dim() or blocks.shape[-1] < 1:
+        raise InputError("blocks", list(blocks.shape), "give int32 [batch, tokens, kv heads, blocks of each query]")
+    config = NSAConfig(*(block_size,) * 3, slc_count=blocks.shape[-1], init_blocks=0, local_blocks=0)
+    operands = Operands(q, (k, k, k), (v, v, v), blocks=blocks)
+    operands.check(config, cu_seqlens is not None)
+    check_blocks(operands, config, cu_seqlens)
+    return _attention(operands, config, ("slc",), cu_seqlens, max_seqlen, scale, backend)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    scale: float | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Causal attention over the last `window` positions, the query's own included, by a backend's window branch.
+
+    Arguments, result and errors are those of nsa_attention; differentiable in q, k and v. `dense_attention` takes a
+    window, too, and computes it by a kernel of PyTorch or of another package.
+    """
+    operands, config = Operands(q, (k, k, k), (v, v, v)), NSAConfig(window=window)
+    return _attention(operands, config, ("win",), cu_seqlens, max_seqlen, scale, backend)
+
+
+def nsa_attn_varlen_func(
+    q: Tensor, k: PerBranch, v: PerBranch, gates: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
+    causal: bool = True, *, config: NSAConfig | None = None, backend: str | Mapping[str, str] = "auto",
+) -> Tensor:  # fmt: skip
+    """`nsa_attention` of packed sequences by the names and order of flash-attn's varlen functions.
+
+    Args:
+        q, k, v, gates: [total,H,D] and [total,Hq,3], as in nsa_attention.
+        cu_seqlens_q: bounds of the sequences.
+        cu_seqlens_k: the same, or None: keys are of the same tokens.
+        max_seqlen_q: as max_seqlen of nsa_attention; max_seqlen_k is not read.
+        causal: must be True.
+
+    Raises:
+        InputError: as nsa_attention, or keys of other tokens than the queries'.
+        BackendError: as nsa_attention.
+    """
+    if not causal:
+        raise InputError("causal", causal, "use True: the branches are defined for causal attention alone")
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
+        check_same_bounds(cu_seqlens_k, cu_seqlens_q)
+    options = {"cu_seqlens": cu_seqlens_q, "max_seqlen": max_seqlen_q, "scale": softmax_scale, "backend": backend}
+    return nsa_attention(q, k, v, gates, config or NSAConfig(), **options)
+
+
 def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """Mean of every compression block: token i of the result is the mean of x at [i·d, i·d + l).
 
@@ -169,7 +245,8 @@ def _attention(
     """Sum of `branches`, as nsa_attention and the doors below it have it."""
     operands = operands.under_autocast()
     operands.check(config, cu_seqlens is not None)
-    q, steps = operands.q, ("select", *branches) if "slc" in branches else branches
+    q, chooses = operands.q, "slc" in branches and operands.blocks is None
+    steps: tuple[Branch, ...] = ("select", *branches) if chooses else branches
     backends = resolve(backend, steps, q.device, q.dtype, Heads.of(q, operands.keys[0], operands.values[0]))
     attend = partial(_attend, config=config, scale=_scale(scale, q), branches=branches, backends=backends)
     if _is_empty(q, cu_seqlens):
@@ -211,15 +288,15 @@ def _attend(
     bounds: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Gated sum; triton computes its branches at once, also packed ones by their `bounds` of checked_packing."""
-    assert operands.gates is not None
-    gates = dict(zip(BRANCHES, operands.gates.unbind(-1), strict=True))
+    given = (None,) * 3 if operands.gates is None else operands.gates.unbind(-1)
+    gates: dict[Branch, Tensor | None] = dict(zip(BRANCHES, given, strict=True))
     parts: list[Tensor] = []
     remaining: tuple[Branch, ...] = branches
     while remaining:  # no dict of backends: torch.compile takes one module under two names for two keys
         backend = backends[remaining[0]]
         own: tuple[Branch, ...] = tuple(branch for branch in remaining if backends[branch] is backend)
         remaining = tuple(branch for branch in remaining if branch not in own)
-        if backend is triton and ("slc" not in own or backends["select"] is triton):
+        if backend is triton and ("slc" not in own or backends.get("select", triton) is triton):
             with profiled(own):
                 parts.append(triton.attend(operands, config, own, scale, bounds))
         else:
@@ -231,15 +308,17 @@ def _attend(
 
 
 def _branch(
-    branch: Branch, operands: Operands, gate: Tensor, config: NSAConfig, scale: float, backends: dict[Branch, Backend]
-) -> Tensor:
+    branch: Branch, operands: Operands, gate: Tensor | None, config: NSAConfig, scale: float,
+    backends: dict[Branch, Backend],
+) -> Tensor:  # fmt: skip
     q, keys, values = operands.q, operands.keys, operands.values
     with profiled((branch,)):
         if branch == "win":
             return backends["win"].window(q, keys[2], values[2], gate, config.window, scale)
         if branch == "slc":
             with torch.no_grad():
-                blocks = _select(operands, config, scale, backends["select"])
+                blocks = operands.blocks
+                blocks = _select(operands, config, scale, backends["select"]) if blocks is None else blocks
             return backends["slc"].selected(q, keys[1], values[1], gate, blocks, config, scale)
         k_cmp = compress(keys[0], config) if operands.k_cmp is None else operands.k_cmp
         v_cmp = compress(values[0], config) if operands.v_cmp is None else operands.v_cmp

@@ -102,6 +102,38 @@ def compute_packed(
     return torch.cat(outputs)
 
 
+def check_blocks(operands: Operands, config: NSAConfig, cu_seqlens: Tensor | None) -> None:
+    """Raise InputError unless a query's blocks are as `functional.selected_attention` has them."""
+    blocks, (rows, tokens) = operands.blocks, (operands.q.shape[-3], operands.keys[0].shape[-3])
+    assert blocks is not None
+    places = torch.arange(tokens - rows, tokens, device=blocks.device)
+    if cu_seqlens is not None:
+        bounds = checked_bounds(cu_seqlens, rows, blocks.device)
+        places = places - bounds[torch.searchsorted(bounds, places, right=True) - 1]
+    own, given = (places // config.slc_block)[:, None], blocks >= 0
+    ascend = given[..., 1:] <= ((blocks.diff() > 0) & given[..., :-1])
+    counted = given.sum(-1) == (own + 1).clamp(max=config.slc_count)
+    sound = ascend.all() & counted.all() & (blocks <= own[..., None]).all()
+    fix = f"give {config.slc_count} ascending blocks at or before each query's own, or all of them and then -1"
+    _require(sound, "blocks", f"{list(blocks.shape)} {blocks.dtype}", fix)
+
+
+def check_same_bounds(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
+    """Raise InputError unless keys have the bounds of the queries."""
+    fix = "give that of q, or None: queries and keys are of the same tokens"
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise InputError("cu_seqlens_k", f"{list(cu_seqlens_k.shape)}", fix)
+    _require((cu_seqlens_k == cu_seqlens_q).all(), "cu_seqlens_k", "other bounds", fix)
+
+
+def _require(sound: Tensor, field: str, value: str, fix: str) -> None:
+    """Raise InputError unless `sound`; a GPU, and code that torch.compile traced, asserts it without waiting."""
+    if not _on_host(sound):
+        torch.ops.aten._assert_async.msg(sound, f"{field}: {value}: {fix}")
+    elif not sound:
+        raise InputError(field, value, fix)
+
+
 def compressed_counts(bounds: Tensor, config: NSAConfig) -> Tensor:
     """Compressed tokens of each sequence, int64 [sequences]."""
     return ((bounds.long().diff() - config.cmp_block) // config.cmp_stride + 1).clamp_min(0)

@@ -195,13 +195,14 @@ def attend(
         packed = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=operands.q.device), rows
         operands = operands.each(lambda x: x.flatten(0, 1)[None])
     q, gates, (bounds, longest) = operands.q, operands.gates, packed or (None, 0)
-    assert gates is not None
-    if len(branches) < len(BRANCHES):
-        gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
-    _refuse_negative(gates)
+    if gates is not None:
+        if len(branches) < len(BRANCHES):
+            gates = torch.stack([gates[..., BRANCHES.index(branch)] for branch in branches], -1)
+        _refuse_negative(gates)
     for branch in branches:
         note(branch, "triton")
-    if "slc" in branches:
+    blocks = operands.blocks
+    if "slc" in branches and blocks is None:
         note("select", "triton")
     kernels = _kernels(q, operands.values[0])
     call = kernels.Call(config, branches, operands.offset, scale, longest=longest, cu=bounds)
@@ -209,11 +210,10 @@ def attend(
     k_cmp, v_cmp = operands.k_cmp, operands.v_cmp
     if bounds is not None:
         k_cmp, v_cmp = (None if x is None else _apart(x, bounds, config, q.shape[1]) for x in (k_cmp, v_cmp))
-    blocks = None
     if k_cmp is None and v_cmp is None and kernels.has_one_pair(pairs, call):
         call = replace(call, compresses=True)
         del pairs["cmp"]
-    elif branches != ("win",):
+    elif branches != ("win",) and blocks is None:
         (k, v), with_values = pairs["cmp"], "cmp" in branches  # the choice of blocks needs the keys alone
         if k_cmp is None or (v_cmp is None and with_values):
             made = kernels.compress(k, v if with_values else k, config, bounds)  # the kernel takes a pair

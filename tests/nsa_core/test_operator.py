@@ -1,11 +1,23 @@
 """nsa_attention, compress and dense_attention: every backend against the oracle, and invariants of all."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
-from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, routes, select_blocks
+from nsa_core import (
+    NSAConfig,
+    compress,
+    dense_attention,
+    nsa_attention,
+    nsa_attn_varlen_func,
+    routes,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa_core.backends import _common
 from nsa_core.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("many_chunks")
@@ -70,13 +82,18 @@ def test_packed_equals_separate(backend, make_case, config):
     packed = [x[0] for x in case.leaves]
     out = nsa_attention(*packed, config, cu_seqlens=bounds, backend=backend)
     blocks = select_blocks(*packed[:2], config, cu_seqlens=bounds, backend=backend)
+    attend = partial(selected_attention, block_size=config.slc_block, backend=backend)
+    of_blocks = attend(*packed[:3], blocks, cu_seqlens=bounds)
     dense = dense_attention(*packed[:3], cu_seqlens=bounds)
     means = compress(packed[1], config, cu_seqlens=bounds)
     given = nsa_attention(*packed, config, cu_seqlens=bounds, k_cmp=means, backend=backend)
     singles = [[x[:, a:b] for x in case.leaves] for a, b in pairwise(bounds.tolist())]
     assert torch.equal(out, torch.cat([nsa_attention(*one, config, backend=backend)[0] for one in singles]))
     assert torch.equal(given, out)
-    assert torch.equal(blocks, torch.cat([select_blocks(*one[:2], config, backend=backend)[0] for one in singles]))
+    chosen = [select_blocks(*one[:2], config, backend=backend) for one in singles]
+    assert torch.equal(blocks, torch.cat(chosen, 1)[0])
+    alone = [attend(*one[:3], each) for one, each in zip(singles, chosen, strict=True)]
+    assert torch.equal(of_blocks, torch.cat(alone, 1)[0])
     assert torch.equal(dense, torch.cat([dense_attention(*one[:3])[0] for one in singles]))
     assert torch.equal(means, torch.cat([compress(one[1], config)[0] for one in singles]))
 
@@ -132,6 +149,57 @@ def test_impossible_bounds_or_max_seqlen_are_refused(make_case, config, bounds, 
         nsa_attention(*packed, config, cu_seqlens=given, max_seqlen=longest)
     with pytest.raises(InputError, match=f"^{message}"):
         select_blocks(*packed[:2], config, cu_seqlens=given, max_seqlen=longest)
+
+
+@pytest.mark.parametrize("rows", [110, 60])
+def test_blocks_and_window_of_the_callers_choice_are_attended(backend, make_case, rows):
+    """Any blocks, also without the own one, against a mask; gradients, too."""
+    case, own = make_case(110, rows=rows), torch.arange(110 - rows, 110)
+    config = NSAConfig(8, 8, 8, 3, init_blocks=0, local_blocks=0)
+    blocks = _common.choose(torch.rand(2, rows, 14), own, config)  # [Hkv,S,n]
+    tokens = torch.arange(110)
+    seen = (blocks[..., None] == tokens // 8).any(-2) & (tokens <= own[:, None])
+    k, v = (x.repeat_interleave(2, 2).transpose(1, 2) for x in (case.k, case.v))
+    mask = seen.repeat_interleave(2, 0)
+    want = torch.nn.functional.scaled_dot_product_attention(case.q.transpose(1, 2), k, v, mask).transpose(1, 2)
+    blocks = blocks.transpose(0, 1)[None]
+    got = selected_attention(*case.leaves[:3], blocks, block_size=8, backend=backend)
+    assert_close(got, want)
+    for x, y in zip(*(torch.autograd.grad(out.square().sum(), case.leaves[:3]) for out in (got, want)), strict=True):
+        assert_close(x, y, 1e-4)
+    assert_close(window_attention(*case.leaves[:3], 9, backend=backend), dense_attention(*case.leaves[:3], window=9))
+
+
+def test_blocks_that_are_no_choice_are_refused(make_case):
+    q, k, v, _ = make_case(40).leaves
+    blocks = select_blocks(q, k, NSAConfig(8, 8, 8, 2, 0, 0))
+    for row, wrong in (
+        (39, (1, 1)),
+        (39, (2, 1)),
+        (39, (3, -1)),
+        (39, (0, 5)),
+        (39, (-1, 2)),
+        (3, (0, 1)),
+        (9, (1, -1)),
+    ):
+        given = blocks.clone()
+        given[0, row, 1] = torch.tensor(wrong)
+        with pytest.raises(InputError, match=r"^blocks: .*: give 2 ascending blocks at or before each query's own"):
+            selected_attention(q, k, v, given, block_size=8)
+    for given in (blocks.long(), blocks[:, :, :1], blocks[0]):
+        with pytest.raises(InputError, match=r"^blocks: .*: give .*int32"):
+            selected_attention(q, k, v, given, block_size=8)
+
+
+def test_packed_attention_by_flash_attns_names(make_case, config):
+    leaves, bounds = [x[0] for x in make_case(40).leaves], torch.tensor([0, 30, 40], dtype=torch.int32)
+    want = nsa_attention(*leaves, config, cu_seqlens=bounds, max_seqlen=30, scale=0.5)
+    got = nsa_attn_varlen_func(*leaves, bounds, bounds.clone(), 30, 30, 0.5, config=config)
+    assert torch.equal(got, want)
+    with pytest.raises(InputError, match=r"^cu_seqlens_k: other bounds: give that of q"):
+        nsa_attn_varlen_func(*leaves, bounds, torch.tensor([0, 20, 40], dtype=torch.int32))
+    with pytest.raises(InputError, match=r"^causal: False: use True"):
+        nsa_attn_varlen_func(*leaves, bounds, causal=False)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 50])

@@ -9,7 +9,8 @@ from kernel_interpreter import MARKS, SMALL, config, interpreted, run
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
-from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks
+from nsa_core import NSAConfig, available_backends, nsa_attention, routes, select_blocks, selected_attention
+from nsa_core.backends import _common
 from nsa_core.errors import BackendError, InputError
 from nsa_core.functional import compress
 
@@ -349,4 +350,21 @@ def test_packed_sequences_are_computed_as_they_are(make_case, config, shared):
         return [out, *torch.autograd.grad(out, leaves, weights)]
 
     for ours, want in zip(results("triton"), results("chunked"), strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 40, 110]])
+def test_blocks_of_the_callers_choice_are_attended(make_case, bounds):
+    case, config = make_case(110, 4, 2), NSAConfig(16, 16, 16, 3, init_blocks=0, local_blocks=0)
+    leaves, options = case.leaves[:3], {"block_size": 16}
+    lengths = [110] if bounds is None else [40, 70]
+    chosen = [_common.choose(torch.rand(2, n, -(-n // 16)), torch.arange(n), config) for n in lengths]
+    blocks = torch.cat(chosen, 1).transpose(0, 1)[None]
+    if bounds is not None:
+        leaves, blocks, options["cu_seqlens"] = [x[0] for x in leaves], blocks[0], torch.tensor(bounds)
+    results = []
+    for backend in ("triton", "naive"):
+        out = selected_attention(*leaves, blocks, backend=backend, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), case.leaves[:3])])
+    for ours, want in zip(*results, strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
