@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -167,10 +166,20 @@ def _measure(
     todo: plan.Plan,
     stop: _Stop,
 ) -> int:
-    slots = executor.slots(machine)
+    slots, run = executor.slots(machine), f"run {order.run_id}"
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
     with Watcher(todo.labels, todo.settled.total(), headline) as watching:
-        _announce(order, machine, todo, slots, watching)
+        where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
+        settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
+        watching.tell(f"{run}: {where}" + (f"; settled: {settled}" if settled else ""))
+        watching.tell(f"results: {hide_password(order.settings.database)}; journal and artifacts: {order.folder}")
+        if order.settings.artifact_store:
+            watching.tell(f"artifact store: {order.settings.artifact_store_url}")
+        for record in todo.records:
+            if isinstance(record, EventRecord):
+                watching.tell(record.message)
+            if isinstance(record, PointRecord) and record.state is PointState.SKIPPED:
+                watching.tell(f"skipped   {record.label}: {record.reason}")
         recorder.tell = watching.tell
         recorder.write(todo.records)
         often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
@@ -189,7 +198,16 @@ def _measure(
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         notes = recorder.close(stopped=lambda: stop.reason)
-    _close(order, state, scheduler.states + todo.settled, store if recorder.stored else None, notes)
+    console, states = summary.wide_console(), scheduler.states + todo.settled
+    rows = [[str(each), str(states[each])] for each in PointState if states[each]]
+    console.print(Table("Points", "", ["state", "points"], rows).rich())
+    if recorder.stored and state is not RunState.CANCELLED:
+        try:
+            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+        except UserError as err:  # the results are stored; without a verdict the run still ended well
+            notes.append(f"no verdict now: {err}; judge later: nsa gate {order.run_id}")
+    for line in (*notes, f"{run}: {state}"):
+        console.print(line, markup=False, soft_wrap=True)
     if state is RunState.CANCELLED:
         return CANCELLED
     good = state is RunState.DONE and not (todo.failures or scheduler.failures)
@@ -213,37 +231,6 @@ def database_problem(settings: Settings) -> str | None:
         f"NSA_DATABASE_URL: {settings.database!r}: lies on {system}, where SQLite may lose or damage it; use Postgres, "
         "or a path on a local disk"
     )
-
-
-def _announce(order: Order, machine: Machine, todo: plan.Plan, slots: int, watching: Watcher) -> None:
-    where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
-    settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
-    watching.tell(f"run {order.run_id}: {where}" + (f"; settled: {settled}" if settled else ""))
-    watching.tell(f"results: {hide_password(order.settings.database)}; journal and artifacts: {order.folder}")
-    if order.settings.artifact_store:
-        watching.tell(f"artifact store: {order.settings.artifact_store_url}")
-    for record in todo.records:
-        if isinstance(record, EventRecord):
-            watching.tell(record.message)
-        if isinstance(record, PointRecord) and record.state is PointState.SKIPPED:
-            watching.tell(f"skipped   {record.label}: {record.reason}")
-
-
-def _close(
-    order: Order, state: RunState, states: Counter[PointState], store: Store | None, notes: Sequence[str]
-) -> None:
-    console = summary.wide_console()
-    rows = [[str(each), str(states[each])] for each in PointState if states[each]]
-    console.print(Table("Points", "", ["state", "points"], rows).rich())
-    for line in notes:
-        console.print(line, markup=False, soft_wrap=True)
-    if store is not None and state is not RunState.CANCELLED:
-        try:
-            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
-        except UserError as err:  # the results are stored; without a verdict the run still ended well
-            line = f"no verdict now: {err}; judge later: nsa gate {order.run_id}"
-            console.print(line, markup=False, soft_wrap=True)
-    console.print(f"run {order.run_id}: {state}", markup=False)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from jobs.schema.states import RunState
 from jobs.specs.load import load_spec, parse_spec
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance, terminal
-from orchestrator.database_url import StoreError, check_url
+from orchestrator.database_url import StoreError
 from orchestrator.errors import UserError
 from orchestrator.execute import requirements
 from orchestrator.execute.requirements import Requirements
@@ -30,6 +30,7 @@ from orchestrator.run import plan
 from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
 from orchestrator.store import Store
+from orchestrator.store.engine import parse
 from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.terminal import say
 
@@ -94,7 +95,7 @@ def read_order(argv: Sequence[str] | None) -> Order:
     spec = settings = None
     with noting():
         settings = load_settings()
-        check_url(settings.database)
+        parse(settings.database)
     if settings:
         with noting():
             own_gates(settings.gates)  # the verdict at the end must not fail on them

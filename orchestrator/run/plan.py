@@ -61,21 +61,31 @@ class Plan:
 
     def add(self, points: Sequence[Point]) -> None:
         """Plan points, and what follows from those that have ended."""
-        while True:
+        while points:
             for point in points:
                 self._add(point)
-            planned = {*self.labels.values()}
+            points = self._following()
+
+    def _following(self) -> Sequence[Point]:
+        """Points that follow from those that have ended and are not planned yet."""
+        planned = {*self.labels.values()}
+        try:
             further = self._further(self._ended) if self._ended else ()
-            points = [point for point in further if point.label not in planned]
-            if not points:
-                return
+            return [point for point in further if point.label not in planned]
+        except Exception as err:  # a bug of the kind's `next_points`, which costs no point that is planned
+            self.failures += 1
+            self._further = lambda ended: ()
+            problem = f"its next_points failed, and no further points are measured: {type(err).__name__}: {err}"
+            message = f"kind: {self.run.kind!r}: {problem}; mend it, then continue with --resume {self.run.run_id}"
+            self.records.append(EventRecord(run_id=self.run.run_id, level="error", message=message))
+            return ()
 
     def after(self, point: Point, outcome: OutcomeRecord) -> tuple[list[Record], list[Assignment]]:
         """Records and assignments of the points that follow from a point's end."""
         metrics = {metric.name: metric.value for metric in outcome.metrics}
         self._ended.append(EndedPoint(point, outcome.state, outcome.reason, metrics))
         records, assignments = len(self.records), len(self.assignments)
-        self.add(())
+        self.add(self._following())
         return self.records[records:], self.assignments[assignments:]
 
     def _add(self, point: Point) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jobs.schema.point import Point
 from jobs.schema.states import PointState, RunState
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import ExecutorGone
@@ -22,6 +21,7 @@ from orchestrator.store.records import (
     EventRecord,
     OutcomeRecord,
     Progress,
+    Record,
     RunEndRecord,
     StartRecord,
 )
@@ -77,8 +77,7 @@ class Scheduler:
                     self._take(batch, update)
             self._recorder.look()
         self._check_visible()
-        run = self._plan.run
-        self._recorder.write([RunEndRecord(run_id=run.run_id, state=RunState.DONE, resumed=run.resumed)])
+        self.end(RunState.DONE, PointState.LOST, None)
         return RunState.DONE
 
     def _hand_out(self) -> None:
@@ -91,39 +90,32 @@ class Scheduler:
         self._executor.submit(self._handed_out, taken, self._conditions)
 
     def _take(self, batch: int, update: Update | BatchEnded) -> None:
-        if isinstance(update, StartRecord):
-            self._recorder.write([update])
-            self._nodes[update.point_id] = update.node
-            self._watcher.started(update)
+        if isinstance(update, OutcomeRecord):
+            self._settle(self._batches[batch].pop(update.point_id), update)
         elif isinstance(update, Progress):
             self._recorder.progress(update)
             self._watcher.progress(update)
-        elif isinstance(update, tuple):
-            self._recorder.write(update)
-        elif isinstance(update, OutcomeRecord):
-            self._settle(self._batches[batch].pop(update.point_id), update)
-        elif isinstance(update, ArtifactRecord):
-            self._recorder.write([update])
-            self._files.setdefault(self._nodes.get(update.point_id) or "another node", update.artifact.path)
-        elif isinstance(update, EventRecord):
-            self._recorder.write([update])
-            self._watcher.noted(update)
-        else:
-            self._batch_ended(self._batches.pop(batch), update)
+        elif not isinstance(update, BatchEnded):
+            self._write(update if isinstance(update, tuple) else [update])
+        elif left := [*self._batches.pop(batch).values()]:  # the first was running, the others had not begun
+            self._queue.extendleft(reversed(left[1:]))
+            state, reason = update.state or PointState.LOST, update.reason or "its supervisor ended without an outcome"
+            self._settle(left[0], OutcomeRecord(**left[0].ids, state=state, reason=reason))
 
-    def _ended(self, point: Point, outcome: OutcomeRecord) -> None:
-        self._recorder.write([outcome])
-        self._watcher.ended(outcome)
-        self.states[outcome.state] += 1
-        self.failures += fails(point, outcome.state)
-        records, assignments = self._plan.after(point, outcome)  # a kind's `next_points` may raise
-        self._queue.extend(assignments)
+    def _write(self, records: Sequence[Record]) -> None:
+        """Journal records, then show what they report."""
         self._recorder.write(records)
         for record in records:
-            if isinstance(record, OutcomeRecord):  # of a conclusion
-                self._watcher.ended(record)
-            elif isinstance(record, EventRecord):
-                self._watcher.noted(record)
+            match record:
+                case StartRecord():
+                    self._nodes[record.point_id] = record.node
+                    self._watcher.started(record)
+                case OutcomeRecord(final=True):
+                    self._watcher.ended(record)
+                case ArtifactRecord():
+                    self._files.setdefault(self._nodes.get(record.point_id) or "another node", record.artifact.path)
+                case EventRecord():
+                    self._watcher.noted(record)
 
     def _check_visible(self) -> None:
         """Warn if a node has kept its files in a folder that is not the same one here."""
@@ -132,33 +124,25 @@ class Scheduler:
             if not os.path.exists(f"{store.removeprefix('file://')}/{path}"):
                 fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
                 message = f"artifacts of node {node} are not visible here: {fix}"
-                event = EventRecord(run_id=self._plan.run.run_id, level="warning", message=message)
-                self._recorder.write([event])
-                self._watcher.noted(event)
+                self._write([EventRecord(run_id=self._plan.run.run_id, level="warning", message=message)])
                 return
-
-    def _batch_ended(self, left: dict[str, Assignment], end: BatchEnded) -> None:
-        """Settle the batch's first unfinished point; the others had not begun and return to the queue."""
-        if not left:
-            return
-        first, *others = left.values()
-        self._queue.extendleft(reversed(others))
-        state = end.state or PointState.LOST
-        reason = end.reason or "its supervisor ended without an outcome"
-        self._settle(first, OutcomeRecord(**first.ids, state=state, reason=reason))
 
     def _settle(self, assignment: Assignment, outcome: OutcomeRecord) -> None:
         """Take an attempt's end for the point's end, or hand the point out again."""
         point_id, state = outcome.point_id, outcome.state
-        if self._repeated[point_id, state] >= self._again.get(state, 0):
-            self._ended(assignment.point, outcome)
+        if self._repeated[point_id, state] < self._again.get(state, 0):
+            self._repeated[point_id, state] += 1
+            verb = "got lost" if state is PointState.LOST else "crashed"
+            event = assignment.warning(f"attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again")
+            self._write([outcome.model_copy(update={"final": False}), event])
+            self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
             return
-        self._repeated[point_id, state] += 1
-        verb = "got lost" if state is PointState.LOST else "crashed"
-        event = assignment.warning(f"attempt {outcome.attempt} {verb} ({outcome.reason}); handed out again")
-        self._recorder.write([outcome.model_copy(update={"final": False}), event])
-        self._watcher.noted(event)
-        self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
+        self._write([outcome])
+        self.states[state] += 1
+        self.failures += fails(assignment.point, state)
+        records, assignments = self._plan.after(assignment.point, outcome)
+        self._queue.extend(assignments)
+        self._write(records)
 
     def _cancel(self, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
@@ -169,11 +153,11 @@ class Scheduler:
             self._watcher.tell(f"warning: its processes may still run: {gone}")
         self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
-    def end(self, run: RunState, point: PointState, reason: str) -> int:
+    def end(self, run: RunState, point: PointState, reason: str | None) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
         outcomes = [OutcomeRecord(**a.ids, state=point, reason=reason) for a in left]
         ids = {"run_id": self._plan.run.run_id, "resumed": self._plan.run.resumed}
         self._recorder.write([*outcomes, RunEndRecord(**ids, state=run, reason=reason)])
-        self.states[point] += len(left)
+        self.states.update([point] * len(left))
         return len(left)

@@ -34,13 +34,13 @@ from orchestrator.database_url import (
     BrokenStoreError,
     StoreError,
     StoreUnavailable,
-    check_url,
     hide_password,
     sqlite_path,
 )
 from orchestrator.store import views
 from orchestrator.store.models import Base
 
+_FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
 TIMEOUT_S = 10
 """Seconds that a statement waits for another process's lock."""
 # Seconds, and milliseconds: a server whose host is gone is noticed within half a minute. A role, a database or the URL
@@ -64,13 +64,28 @@ _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one P
 
 
 def parse(url: str) -> URL:
-    """The URL, validated. Raises StoreError."""
+    """The URL, validated, its driver named. Needs no database driver. Raises StoreError."""
+    mistake = f"{SETTING}: {hide_password(url)!r}:"
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() == "sqlite":
+        if not rest.startswith("/") or rest == "/" or ":memory:" in rest:
+            raise StoreError(f"{mistake} names no file; use sqlite:///PATH (four slashes if absolute)")
+        if "?" in rest:
+            raise StoreError(f"{mistake} a file takes no options; leave out '?', or write %3F in a path")
+        if "\0" in (path := str(sqlite_path(url))):  # SQLAlchemy decodes %3F in it since 2.1 only
+            raise StoreError(f"{mistake} holds a NUL character, which no path may; remove it")
+        return URL.create("sqlite", database=path)
+    if scheme.lower() not in ("postgresql", "postgresql+psycopg"):
+        raise StoreError(f"{mistake} unknown kind of database; use {_FORMS}")
     try:
-        checked = check_url(url)
-        path = sqlite_path(checked)  # SQLAlchemy decodes %3F in it since 2.1 only
-        return make_url(checked) if path is None else URL.create("sqlite", database=str(path))
-    except exc.ArgumentError:
-        raise StoreError(f"{SETTING}: {hide_password(url)!r}: is no URL; use sqlite:///PATH") from None
+        parsed = make_url(f"postgresql+psycopg://{rest}")
+    except (exc.ArgumentError, ValueError):  # its text may hold a part of the password
+        raise StoreError(f"{mistake} its host or port cannot be read; use {_FORMS}") from None
+    if "@" in (parsed.host or ""):
+        raise StoreError(f"{mistake} has an @ in its password; write %40 for it")
+    if not parsed.database or not (parsed.host or "host" in parsed.query):
+        raise StoreError(f"{mistake} lacks a host or a database name; use {_FORMS}")
+    return parsed
 
 
 def shown(url: URL) -> str:

@@ -186,10 +186,16 @@ def test_a_store_that_is_another_folder_elsewhere_is_warned_of_once(run, tmp_pat
     )
 
 
-def test_an_outcome_is_journalled_before_its_kind_is_asked_for_further_points(run, tmp_path) -> None:
+def test_a_kind_whose_next_points_raise_costs_no_outcome(run, tmp_path) -> None:
     def further(ended):
+        assert outcomes(journal.read(tmp_path / journal.NAME))[len(ended) - 1].endswith("ok"), "journalled before"
         raise RuntimeError("a bug of the kind")
 
-    with pytest.raises(RuntimeError, match="a bug of the kind"):
-        run(Script(), 2, further=further)
-    assert outcomes(journal.read(tmp_path / journal.NAME)) == ["r/0 1 ok"]
+    state, states, records = run(Script(), 2, further=further)
+    assert (state, states, outcomes(records)) == (RunState.DONE, {PointState.OK: 2}, ["r/0 1 ok", "r/1 1 ok"])
+    [event] = events(records)
+    assert (event.level, event.message) == (
+        "error",
+        "kind: 'k': its next_points failed, and no further points are measured: RuntimeError: a bug of the kind; "
+        "mend it, then continue with --resume r",
+    )
