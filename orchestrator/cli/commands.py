@@ -359,7 +359,6 @@ def report(
     from jobs.specs.load import load_spec
     from orchestrator.cli import lookup
     from orchestrator.report import template as templates
-    from orchestrator.report import write as reports
 
     def load(file: str, settings: Sequence[str]) -> Any:
         """A ready spec, or one of the user's own, for a template."""
@@ -368,9 +367,8 @@ def report(
     with lookup.open_store() as store:
         run_ids = lookup.find_runs(store, runs)
         if template is None:
-            if out is not None:
-                reports.write_report(store, run_ids, out)
-            say(reports.report(store, run_ids, format=format) if out is None else f"wrote {out}")
+            text = templates.report(store, run_ids, format, out)
+            say(text if out is None else f"wrote {out}")
         elif not template.is_dir():
             text = templates.render(store, template, run_ids, load, out)
             say(text.rstrip("\n") if out is None else f"wrote {out}")

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from orchestrator.judge.analysis import series_columns, series_of
-from orchestrator.judge.growth import HOLDS, MIN_LENGTHS, Growth, fit_growth
+from orchestrator.judge.growth import HOLDS, MIN_LENGTHS, fit_growth
 
 STAGE = "stage_"
 _FAR = 4  # times the longest length up to which a crossing is extrapolated
@@ -127,47 +127,18 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
     return split
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """Length from which on the compressed branch costs more than others."""
+class Crossing(NamedTuple):
+    """Length from which on the compressed branch costs more than others, infinite if unknown; in words with bounds."""
 
     seq_len: float
-    low: float  # measured lengths between which it lies (low is 0 if no measured length is shorter), or the
-    high: float  # interval that the exponents' intervals give, infinite at most, if it is extrapolated
-    extrapolated: bool  # whether it lies beyond the longest measured length
-
-    def __str__(self) -> str:
-        """The length with its bounds: "about 74,000 tokens (between the measured 65,536 and 131,072)"."""
-        if self.low == 0:
-            return f"{self.high:,.0f} tokens or fewer (the shortest length measured)"
-        length, low, high = (float(f"{each:.2g}") for each in (self.seq_len, self.low, self.high))
-        if not self.extrapolated:
-            return f"about {length:,.0f} tokens (between the measured {self.low:,.0f} and {self.high:,.0f})"
-        end = f"to {high:,.0f}" if math.isfinite(high) else "or more"
-        return f"about {length:,.0f} tokens (extrapolated: {low:,.0f} {end})"
+    words: str
 
 
-@dataclass(frozen=True)
-class TakeOver:
-    """Lengths at which the compressed branch of one series takes over."""
+class TakeOver(NamedTuple):
+    """Where the compressed branch of one series takes over, in words."""
 
     series: Mapping[str, Any]  # as in `BranchShares`
-    compressed: Growth | None  # per sequence; None with fewer than three lengths
-    rest: Growth | None  # of all other branches together
-    largest: Crossing | None  # where it becomes the largest branch; None for the reason given
-    equal: Crossing | None  # where it costs as much as all others together; None for the reason given
-    largest_reason: str = ""
-    equal_reason: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """The growth of both and the two lengths, in one sentence or two."""
-        grows = ""
-        if self.compressed and self.rest:
-            grows = f"The compressed branch grows as {self.compressed}, the rest as {self.rest}. "
-        largest = f"from {self.largest}" if self.largest else f"at no known length: {self.largest_reason}"
-        equal = f"from {self.equal}" if self.equal else f"at no known length: {self.equal_reason}"
-        return f"{grows}It is the largest branch {largest}; it costs as much as all the rest {equal}."
+    sentence: str
 
 
 def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
@@ -175,36 +146,38 @@ def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
     by_series: dict[tuple[Any, ...], list[BranchShares]] = defaultdict(list)
     for one in shares:
         by_series[tuple(one.series.values())].append(one)
-    return [_take_over(of_series) for of_series in by_series.values()]
+    return [TakeOver(of_series[0].series, _sentence(of_series)) for of_series in by_series.values()]
 
 
-def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
-    """The take-over in one series; `shares`: its lengths, ascending."""
+def _sentence(shares: Sequence[BranchShares]) -> str:
+    """The growth of the compressed branch and of the rest, and the two lengths at which it takes over, in one series;
+    `shares`: its lengths, ascending."""
     others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
     lengths = [one.seq_len for one in shares]
     compressed, rest, *single = (
         [one.per_sequence(branches) for one in shares]
         for branches in ([Branch.COMPRESSED], others, *([branch] for branch in others))
     )
-    shared, reason = any(Branch.SHARED in one.milliseconds for one in shares), ""
-    if shared:
+    grows, reason = "", ""
+    if any(Branch.SHARED in one.milliseconds for one in shares):
         reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
     elif min(compressed) == 0:
         reason = "no stage of the compressed branch was measured at every length"
     elif min(rest) == 0:
         reason = "no other stage was measured at every length"
-    law = fit_growth(lengths, compressed) if not shared and min(compressed) > 0 else None
+    elif (law := fit_growth(lengths, compressed)) and (other := fit_growth(lengths, rest)):
+        grows = f"The compressed branch grows as {law}, the rest as {other}. "
     if reason:
-        return TakeOver(shares[0].series, law, None, None, None, reason, reason)
-    equal, equal_reason = _crossing(lengths, compressed, rest)
-    crossings = [_crossing(lengths, compressed, rival) for rival in single if min(rival) > 0]
-    lacking = next((reason for crossing, reason in crossings if crossing is None), "")
-    largest = None if lacking else max((c for c, _ in crossings if c is not None), key=lambda c: c.seq_len)
-    return TakeOver(shares[0].series, law, fit_growth(lengths, rest), largest, equal, lacking, equal_reason)
+        largest = equal = Crossing(math.inf, f"at no known length: {reason}")
+    else:
+        equal = _crossing(lengths, compressed, rest)
+        rivals = (_crossing(lengths, compressed, rival) for rival in single if min(rival) > 0)
+        largest = max(rivals, key=lambda crossing: crossing.seq_len)
+    return f"{grows}It is the largest branch {largest.words}; it costs as much as all the rest {equal.words}."
 
 
-def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> tuple[Crossing | None, str]:
-    """The length from which on `ours` is the greater, or None with the reason.
+def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> Crossing:
+    """The length from which on `ours` is the greater.
 
     Between measured lengths by a line on log-log axes; beyond them by both exponents.
     """
@@ -212,24 +185,30 @@ def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[fl
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     below = [index for index, ratio in enumerate(ratios) if ratio < 1]
     if not below:
-        return Crossing(lengths[0], 0, lengths[0], extrapolated=False), ""
+        return Crossing(lengths[0], f"from {lengths[0]:,.0f} tokens or fewer (the shortest length measured)")
     if (last := below[-1]) < len(lengths) - 1:
         low, high = lengths[last : last + 2]
         part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
-        return Crossing(low * (high / low) ** part, low, high, extrapolated=False), ""
+        seq_len = low * (high / low) ** part
+        bounds = f"between the measured {low:,.0f} and {high:,.0f}"
+        return Crossing(seq_len, f"from about {float(f'{seq_len:.2g}'):,.0f} tokens ({bounds})")
     law, other = fit_growth(lengths, ours), fit_growth(lengths, theirs)
+    seq_len = low = high = math.inf
     if law is None or other is None:
-        return None, f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
-    beyond = f"it lies beyond {longest:,}, and"
-    if max(law.residual, other.residual) > HOLDS:
-        return None, f"{beyond} no law of growth holds"
-    if law.refused or other.refused:
-        return None, f"{beyond} no power law describes the growth of both"
-    if law.ci_low <= other.ci_high:
-        return None, f"{beyond} the growth of both is not told apart"
-    faster = law.exponent - other.exponent, law.ci_high - other.ci_low, law.ci_low - other.ci_high
-    octaves = [-math.log2(ratios[-1]) / difference for difference in faster]
-    seq_len, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
+        reason = f"fewer than {MIN_LENGTHS} lengths were measured, all below it"
+    elif max(law.residual, other.residual) > HOLDS:
+        reason = f"it lies beyond {longest:,}, and no law of growth holds"
+    elif law.refused or other.refused:
+        reason = f"it lies beyond {longest:,}, and no power law describes the growth of both"
+    elif law.ci_low <= other.ci_high:
+        reason = f"it lies beyond {longest:,}, and the growth of both is not told apart"
+    else:
+        faster = law.exponent - other.exponent, law.ci_high - other.ci_low, law.ci_low - other.ci_high
+        octaves = [-math.log2(ratios[-1]) / difference for difference in faster]
+        seq_len, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
+        reason = f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
     if seq_len > _FAR * longest:
-        return None, f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
-    return Crossing(seq_len, low, high, extrapolated=True), ""
+        return Crossing(math.inf, f"at no known length: {reason}")
+    length, low, high = (float(f"{each:.2g}") for each in (seq_len, low, high))
+    end = f"to {high:,.0f}" if math.isfinite(high) else "or more"
+    return Crossing(seq_len, f"from about {length:,.0f} tokens (extrapolated: {low:,.0f} {end})")

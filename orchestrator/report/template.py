@@ -1,4 +1,4 @@
-"""Reports from templates: Jinja files with queries, tables, charts and evidence (docs/reports.md)."""
+"""Reports, all from templates: Jinja files with queries, tables, charts and evidence (docs/reports.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 import vl_convert
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateSyntaxError, Undefined
@@ -31,11 +33,37 @@ from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import ReportError, growth_chart, write_file
-from orchestrator.settings import load_settings
+from orchestrator.report.write import Facts, ReportError, growth_chart, write_file
+from orchestrator.settings import example_spec, load_settings
 from orchestrator.store import Store, queries
+from orchestrator.store.exporter import to_csv, to_json
 
 SUFFIX = ".j2"
+FORMATS = ("md", "html", "csv", "json")
+_NAME = 100  # characters of a picture's title
+
+
+def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path | None = None) -> str:
+    """The report of these runs in one of FORMATS; with `out`, it is written there, too, in the format of the suffix.
+
+    Markdown has charts only beside a file, HTML in itself. Raises ReportError if there are no runs or a file cannot be
+    written.
+    """
+    format = format if out is None else out.suffix.removeprefix(".")
+    if format not in FORMATS:
+        raise ReportError(f"out: '{out}' has an unknown suffix; use .md, .html, .csv or .json")
+    if not run_ids:
+        raise ReportError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
+    if format in ("md", "html"):
+        facts = Facts(store, run_ids)
+        about = {"title": facts.title, "tables": list(facts.tables())}
+        about["charts"] = facts.charts() if out or format == "html" else {}
+        evidence = Evidence(store, run_ids, lambda *_: None)
+        return _render(Path(__file__).parent, f"report.{format}{SUFFIX}", evidence, out, about)
+    text = (to_csv if format == "csv" else to_json)(store, run_ids)
+    if out is not None:
+        write_file(out, text)
+    return text
 
 
 def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out: Path | None = None) -> str:
@@ -65,7 +93,9 @@ class _Environment(SandboxedEnvironment):
         return posixpath.normpath(posixpath.join(posixpath.dirname(parent), template))
 
 
-def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> str:
+def _render(
+    folder: Path, name: str, evidence: Evidence, out: Path | None, about: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     suffixes = Path(name.removesuffix(SUFFIX)).suffixes
     calls = _Calls(evidence, ".html" in suffixes, ".md" in suffixes, out)
     environment = _Environment(
@@ -79,16 +109,16 @@ def _render(folder: Path, name: str, evidence: Evidence, out: Path | None) -> st
         extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"],
     )
     environment.filters |= {"amount": readable, "number": number, "device": device, "tally": tally}
-    environment.filters |= {"mean_interval": _mean_interval}
+    environment.filters |= {"mean_interval": _mean_interval, "text": calls.text}
     environment.filters |= {"code": lambda value: Markup(plain_text.code(value))}
     # SQLite's driver returns the text of a column of JSON.
     environment.filters |= {"from_json": lambda value: json.loads(value) if isinstance(value, str) else value}
     functions = (calls.query, calls.table, calls.measured, calls.chart, calls.fits, calls.bench_tables)
-    functions = (*functions, calls.decisions, calls.quantity, take_overs)
+    functions = (*functions, calls.decisions, calls.quantity, calls.picture, take_overs)
     environment.globals |= {each.__name__: each for each in functions} | {"any": ANY, "runs": evidence.runs}
     environment.globals |= {"spec": partial(Spec, evidence), "benches": partial(bench.collect, evidence.store)}
     try:
-        rendered = environment.get_template(name).render()
+        rendered = environment.get_template(name).render(about)
     except Exception as err:  # whatever a template does wrong
         place, message = folder / name, in_a_line(err)
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if frame.filename.endswith(SUFFIX)]
@@ -140,6 +170,10 @@ class _Calls:
             return Markup(f"{value:,}")
         return Markup(self._escape(str(value)))
 
+    def text(self, value: str, length: int) -> Markup:
+        """A text, escaped, of this length at most."""
+        return Markup(self._escape(value, length) if self._escape else value)
+
     def query(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """The rows of a query of the views and tables of docs/database.md, as dictionaries."""
         if not re.match(r"\s*(select|with)\b", sql, re.IGNORECASE):  # ATTACH of SQLite would leave an empty file
@@ -186,14 +220,18 @@ class _Calls:
         drawn = growth_chart(rows, self.fits(run_ids), quantity)
         if drawn is None:
             raise ReportError(f"chart: {metric!r}: has no rows to draw")
-        title = title or f"{quantity.title} per sequence"
+        return self.picture(drawn, metric, title or f"{quantity.title} per sequence")
+
+    def picture(self, drawn: Any, name: str, title: str) -> Markup:
+        """A chart in Vega-Lite as a picture: an SVG in HTML, else a PNG of this name beside the report."""
         if self._html:
             return Markup(vl_convert.vegalite_to_svg(drawn))
         if self._out is None:
             return Markup("*(chart: {})*").format(Markup(for_file(title)))
-        image = self._out.with_name(f"{self._out.stem}-{metric.replace('_', '-')}.png")
+        image = self._out.with_name(f"{self._out.stem}-{re.sub(r'[^a-z0-9]+', '-', name)}.png")
         write_file(image, vl_convert.vegalite_to_png(drawn, scale=2))
-        return Markup(f"![{for_file(title)}]({image.name})")
+        shown = re.sub(r"[\[\]<>`\\]", " ", in_a_line(title, _NAME))
+        return Markup(f"![{shown}]({quote(image.name)})")
 
     def fits(self, run_ids: Iterable[str]) -> list[Any]:
         """The fitted growth of each series of these runs."""

@@ -1,21 +1,18 @@
-"""Report files: Markdown with charts beside it, HTML in one file, CSV, JSON."""
+"""What a report of runs says: its tables and charts."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
-import vl_convert
-from jinja2 import Environment, FileSystemLoader
 
 from jobs.schema.axes import AXES, more_columns
-from jobs.schema.plain_text import for_file, for_html, in_a_line, printable
+from jobs.schema.plain_text import in_a_line, printable
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
 from jobs.schema.states import Origin, PointState
 from jobs.specs.user_files import write_output
@@ -26,13 +23,10 @@ from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
-from orchestrator.settings import example_spec, load_settings
+from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
-from orchestrator.store.exporter import to_csv, to_json
 
-FORMATS = ("md", "html", "csv", "json")
-_NAME = 100  # characters of a run's name or a quantity's title
-_NOTE = 4_000
+_NAME = 100  # characters of a run's name
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
@@ -40,34 +34,6 @@ _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, w
 
 class ReportError(UserError):
     """The report cannot be written; the message names field, value and fix."""
-
-
-def report(store: Store, run_ids: Sequence[str], *, format: str = "md") -> str:
-    """The report as text, in one of FORMATS; only HTML includes charts. Raises ReportError if there are no runs."""
-    if not run_ids:
-        raise ReportError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
-    if format in ("csv", "json"):
-        return (to_csv if format == "csv" else to_json)(store, run_ids)
-    facts = _Facts(store, run_ids)
-    return facts.markdown(images={}) if format == "md" else facts.html()
-
-
-def write_report(store: Store, run_ids: Sequence[str], path: Path) -> list[Path]:
-    """Write the report to `path` in the format of its suffix; Markdown gets a PNG file per chart. Returns the files.
-    Raises ReportError."""
-    suffix, images = path.suffix.removeprefix("."), dict[Quantity, Path]()
-    if suffix not in FORMATS:
-        raise ReportError(f"out: '{path}' has an unknown suffix; use .md, .html, .csv or .json")
-    if suffix == "md" and run_ids:
-        facts = _Facts(store, run_ids)
-        for quantity, chart in facts.charts().items():
-            images[quantity] = path.with_name(f"{path.stem}-{re.sub(r'[^a-z0-9]+', '-', quantity.name)}.png")
-            write_file(images[quantity], vl_convert.vegalite_to_png(chart, scale=2))
-        text = facts.markdown({quantity: quote(image.name) for quantity, image in images.items()})
-    else:
-        text = report(store, run_ids, format=suffix)
-    write_file(path, text)
-    return [path, *images.values()]
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -98,7 +64,7 @@ def _printable(part: Any) -> Any:
     return printable(part) if isinstance(part, str) else part
 
 
-class _Facts:
+class Facts:
     """What a report of these runs says. Raises StoreUnavailable, GatesError.
 
     Runs of kind bench have tables of their own, and in the charts only their fullest pass.
@@ -139,26 +105,6 @@ class _Facts:
         growing = [quantity for quantity in self.quantities if quantity.plot is Plot.GROWTH]
         drawn = {quantity: growth_chart(self.scaling, self.fits, quantity) for quantity in growing}
         return {quantity: chart for quantity, chart in drawn.items() if chart is not None}
-
-    def markdown(self, images: Mapping[Quantity, str]) -> str:
-        """The report in Markdown; `images`: file of each drawn quantity."""
-        parts = [f"# {for_file(self.title)}"]
-        for quantity, file in images.items():
-            title = re.sub(r"[\[\]<>`\\]", " ", in_a_line(f"{quantity.title} per sequence", _NAME))
-            parts.append(f"![{title}]({file})")
-        for table in self.tables():
-            parts += [f"## {for_file(table.title)}", *([for_file(table.note, _NOTE)] if table.note else [])]
-            parts.append(table.markdown() if table.rows else "None.")
-        return "\n\n".join(parts) + "\n"
-
-    def html(self) -> str:
-        """The report as one self-contained HTML file."""
-        loader = FileSystemLoader(Path(__file__).parent)
-        environment = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)
-        environment.filters["text"] = for_html
-        charts = {quantity: vl_convert.vegalite_to_svg(chart) for quantity, chart in self.charts().items()}
-        page = environment.get_template("report.html.j2")
-        return page.render(title=self.title, charts=charts, tables=self.tables())
 
     def tables(self) -> Iterable[Table]:
         yield self._runs()

@@ -16,7 +16,7 @@ from jobs.schema.states import Result
 from orchestrator.judge import analysis
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import evaluate
-from orchestrator.report.write import report
+from orchestrator.report.template import report
 from orchestrator.store import Store, exporter, importer, queries
 
 ROOT = Path(__file__).resolve().parents[2]

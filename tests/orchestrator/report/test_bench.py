@@ -9,7 +9,7 @@ import pytest
 
 import orchestrator
 from jobs.schema.states import PointState, RunState
-from orchestrator.report.write import report
+from orchestrator.report.template import report
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord

@@ -13,7 +13,8 @@ from made_up_runs import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 import orchestrator
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState, RunState
-from orchestrator.report.write import ReportError, report, write_report
+from orchestrator.report.template import report
+from orchestrator.report.write import ReportError
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import RunEndRecord
@@ -99,7 +100,7 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
     titled = replace(TIME, title=TEXT, short=TEXT)
     sqlite_store.apply_many([drawn[0].model_copy(update={"quantities": (titled,)}), *drawn[1:]])
     runs = [ENDED, GOING, RUN]
-    markdown, *_ = (file.read_text() for file in write_report(sqlite_store, runs, tmp_path / "a.md")[:1])
+    markdown = report(sqlite_store, runs, out=tmp_path / "a.md")
     said = re.sub(r"(?<!\\)`[^`]*`|^!\[[^\[\]]*\]\(a-[a-z-]+\.png\)$", "", markdown, flags=re.MULTILINE)
     assert not re.search(r"(?<!\\)\]\(|(?<!\\)<[A-Za-z/]|http://(?!\N{WORD JOINER})|(?<!\\)``", said)
     page = report(sqlite_store, runs, format="html")
@@ -112,15 +113,16 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
 
 
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
-    files = write_report(filled, [RUN], tmp_path / "out" / "demo.md")
-    assert [file.name for file in files] == ["demo.md", "demo-time.png", "demo-peak-extra-memory.png"]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[1:])
-    assert "![Time per sequence](demo-time.png)" in files[0].read_text()
+    text = report(filled, [RUN], out=tmp_path / "out" / "demo.md")
+    names = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert names.keys() == {"demo.md", "demo-time.png", "demo-peak-extra-memory.png"}
+    assert names["demo-time.png"].startswith(b"\x89PNG")
+    assert "![Time per sequence](demo-time.png)" in text
+    assert names["demo.md"].decode() == text
 
 
-def test_html_needs_no_other_file(filled: Store, tmp_path: Path):
-    (file,) = write_report(filled, [RUN], tmp_path / "demo.html")
-    text = file.read_text()
+def test_html_needs_no_other_file(filled: Store):
+    text = report(filled, [RUN], format="html")
     assert text.count("<svg") == 2
     assert "<h2>Verdict linear-scaling/cpu: NO-GO</h2>" in text
     assert "src=" not in text
@@ -139,8 +141,8 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
     ("call", "message"),
     [
         (lambda store: report(store, []), "no runs are stored"),
-        (lambda store: write_report(store, [RUN], Path("x.pdf")), "unknown suffix"),
-        (lambda store: write_report(store, [RUN], Path("/dev/null/x.csv")), "cannot be written"),
+        (lambda store: report(store, [RUN], out=Path("x.pdf")), "unknown suffix"),
+        (lambda store: report(store, [RUN], out=Path("/dev/null/x.csv")), "cannot be written"),
     ],
 )
 def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
