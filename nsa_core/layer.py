@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention, ordered_branches
+from .packed_sequences import checked_bounds, places_in
 from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
 from .routes import BRANCHES, Branch
@@ -94,20 +96,24 @@ class NativeSparseAttention(nn.Module):
         """An empty cache for `forward`, with room for `capacity` tokens from the start if given."""
         return NSACache(self.config, capacity)
 
-    def forward(self, x: Tensor, cache: NSACache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: NSACache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
 
         With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. The prefill of
         an empty cache runs as one operator, later tokens one by one.
 
+        Args:
+            cu_seqlens: bounds, int32 [sequences + 1], of sequences packed into the B·S tokens; none sees another, and
+                positions begin with each. Best on the host: on a GPU each layer waits for them.
+
         Raises:
             InputError: the cache has no room for x, or holds other sequences; it is left unchanged. Or the layer lacks
-                a branch.
+                a branch, or cu_seqlens are no bounds, or given with a cache.
         """
         if cache is not None:
             if self.branches != BRANCHES:
                 raise InputError("branches", self.branches, "use all three to decode with a cache")
-            cache.check(*x.shape[:2])
+            _check_cache(cache, x, cu_seqlens)
             if cache.length > 0 and x.shape[1] > 1:
                 return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
             if cache.length > 0:
@@ -115,7 +121,9 @@ class NativeSparseAttention(nn.Module):
                 heads = self._heads_of(x)
                 out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
                 return self.out_proj(out.flatten(2))
-        q, k, v, gates = self._project(x)
+        if cu_seqlens is not None:
+            return self.out_proj(self._packed(x.flatten(0, 1)[None], cu_seqlens).flatten(-2)).view(*x.shape[:2], -1)
+        q, k, v, gates = self._project(x, torch.arange(x.shape[1], device=x.device))
         k_cmp, v_cmp = None, None
         if "cmp" in self.branches:
             k_cmp, v_cmp = self._compress(k[0], v[0], 0)
@@ -130,12 +138,28 @@ class NativeSparseAttention(nn.Module):
             cache.add_compressed(k_cmp, v_cmp)
         return self.out_proj(out.flatten(2))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Triple, Triple, Tensor]:
+    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Attention [total,Hq,D] of sequences packed into x [1,total,dim]."""
+        bounds = checked_bounds(cu_seqlens, x.shape[1], cu_seqlens.device)
+        position, remaining = places_in(bounds)
+        block = self.config.cmp_block
+        first = ((position % self.config.cmp_stride == 0) & (remaining >= block)).nonzero()[:, 0]  # of each block
+        q, k, v, gates = self._project(x, position.to(x.device))
+        tokens = (first[:, None] + torch.arange(block, device=first.device)).to(x.device)
+        k_cmp, v_cmp = None, None
+        if self.branches != ("win",):  # each block is a sequence of its own, of which one compressed token is made
+            blocks = k[0][0][tokens], v[0][0][tokens]
+            k_cmp, v_cmp = (y[:, 0] for y in self._compress(*blocks, position[first, None].to(x.device)))
+        keys, values = (cast(Triple, tuple(y[0] for y in each)) for each in (k, v))
+        options = {"cu_seqlens": cu_seqlens, "backend": self.backend, "branches": self.branches}
+        return nsa_attention(q[0], keys, values, gates[0], self.config, k_cmp=k_cmp, v_cmp=v_cmp, **options)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Triple, Triple, Tensor]:
         """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3].
 
         In the place of a branch that is not computed is another one's, which nothing reads there.
         """
-        cos, sin = angles(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rope_theta, x.dtype)
+        cos, sin = angles(positions, self.head_dim, self.rope_theta, x.dtype)
         if in_compiled_training(x) and self.branches == BRANCHES:
             from .kernels.training.heads import split_heads  # needs Triton
 
@@ -159,7 +183,7 @@ class NativeSparseAttention(nn.Module):
         return q.unflatten(-1, (self.heads, self.head_dim)), k, v, gates.unflatten(-1, (self.heads, -1))
 
     def _compress(self, k: Tensor, v: Tensor, position: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first at `position`."""
+        """Compressed keys, rotated, and values of tokens [B,T,Hkv,D], the first at `position`, one or [B,1]."""
         if self.config.compress == "mlp":
             k_cmp, v_cmp = self.compress_k(k), self.compress_v(v)
         elif in_compiled_training(k):
@@ -191,22 +215,34 @@ class DenseAttention(nn.Module):
     def new_cache(self, capacity: int | None = None) -> DenseCache:
         return DenseCache(capacity)
 
-    def forward(self, x: Tensor, cache: DenseCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend as NativeSparseAttention.forward, densely."""
         if cache is not None:
-            cache.check(*x.shape[:2])
+            _check_cache(cache, x, cu_seqlens)
             if cache.length > 0 and x.shape[1] > 1:
                 return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
         heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)  # [B,S,heads,D]
         if cache is not None and cache.length > 0:
             return self.out_proj(dense_step(q, k, v, cache, theta=self.rope_theta).flatten(2))
-        cos, sin = angles(torch.arange(x.shape[1], device=x.device), self.head_dim, self.rope_theta, q.dtype)
+        if cu_seqlens is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        else:
+            q, k, v = (y.flatten(0, 1) for y in (q, k, v))
+            positions = places_in(checked_bounds(cu_seqlens, len(q), cu_seqlens.device))[0].to(x.device)
+        cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = dense_attention(q, k, v)
+        out = dense_attention(q, k, v, cu_seqlens=cu_seqlens)
         if cache is not None:
             cache.take(k, v)
-        return self.out_proj(out.flatten(2))
+        return self.out_proj(out.flatten(-2).view(*x.shape[:2], -1))
+
+
+def _check_cache(cache: NSACache | DenseCache, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise InputError if the cache has no room for x, or sequences are packed."""
+    if cu_seqlens is not None:
+        raise InputError("cu_seqlens", list(cu_seqlens.shape), "leave it out: a cache holds a batch, nothing packed")
+    cache.check(*x.shape[:2])
 
 
 def check_branches(branches: Sequence[str], config: NSAConfig) -> tuple[Branch, ...]:

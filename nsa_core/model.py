@@ -133,8 +133,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache)
+    def forward(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache, cu_seqlens)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -164,28 +164,32 @@ class NSATransformer(nn.Module):
         return [cast(Block, block).attention.new_cache(capacity) for block in self.blocks]
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: list[LayerCache] | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None, *,
+        cache: list[LayerCache] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Logits [B,S,vocab_size] of every position, or the mean cross entropy [nat] where targets [B,S] are given.
 
         A target IGNORED (nsa_core.loss) has no part in the mean.
 
+        With cu_seqlens, the bounds of documents in the flattened tokens (packed_sequences.document_bounds), none sees
+        another: as NativeSparseAttention.forward.
+
         With a cache from `new_cache`, tokens continue those it holds, and are stored in it. The loss never holds all
         logits, so that memory grows with the hidden states alone.
         """
-        hidden = self._through(self.embedding(tokens), 0, len(self.blocks), cache)
+        hidden = self._through(self.embedding(tokens), 0, len(self.blocks), cu_seqlens, cache)
         rows = self.norm(hidden)
         if targets is None:
             return self.head(rows)
         return head_cross_entropy(rows.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
-    def lower(self, tokens: Tensor, depth: int) -> Tensor:
+    def lower(self, tokens: Tensor, depth: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states [B,S,dim] of tokens [B,S] after the first `depth` blocks."""
-        return self._through(self.embedding(tokens), 0, depth)
+        return self._through(self.embedding(tokens), 0, depth, cu_seqlens)
 
-    def upper(self, hidden: Tensor, depth: int, targets: Tensor) -> Tensor:
+    def upper(self, hidden: Tensor, depth: int, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Mean cross entropy [nat], as of `forward`, from the hidden states of `lower`."""
-        hidden = self._through(hidden, depth, len(self.blocks))
+        hidden = self._through(hidden, depth, len(self.blocks), cu_seqlens)
         return head_cross_entropy(self.norm(hidden).flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
     @torch.no_grad()
@@ -203,16 +207,18 @@ class NSATransformer(nn.Module):
             tokens = torch.cat((tokens, new), 1)
         return tokens
 
-    def _through(self, x: Tensor, start: int, stop: int, cache: list[LayerCache] | None = None) -> Tensor:
+    def _through(
+        self, x: Tensor, start: int, stop: int, cu_seqlens: Tensor | None, cache: list[LayerCache] | None = None
+    ) -> Tensor:
         """Hidden states [B,S,dim] after the blocks start:stop."""
         self.checkpointing_effective = (
             self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
         )
         for i, block in enumerate(list(self.blocks)[start:stop], start):
             if self.checkpointing_effective:
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, None, cu_seqlens, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, None if cache is None else cache[i])
+                x = block(x, None if cache is None else cache[i], cu_seqlens)
         return x
 
     def _initialise(self) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._inputs import Operands, check_tokens
 from .config import NSAConfig
@@ -102,14 +103,31 @@ def compute_packed(
     return torch.cat(outputs)
 
 
+def document_bounds(tokens: Tensor, end_token: int) -> Tensor:
+    """Bounds, int32 [documents + 1], of the documents in the flattened tokens [B,S]: of a row, or up to an `end_token`.
+
+    They are on the tokens' device; a GPU is waited for.
+    """
+    begins = torch.ones_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == end_token
+    return pad(begins.flatten().nonzero()[:, 0], (0, 1), value=tokens.numel()).int()
+
+
+def places_in(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's position in its sequence, int64 [total], and the tokens from it to the sequence's end."""
+    lengths = bounds.diff()
+    starts, ends = (x.repeat_interleave(lengths) for x in (bounds[:-1], bounds[1:]))
+    tokens = torch.arange(len(starts), device=bounds.device)
+    return tokens - starts, ends - tokens
+
+
 def check_blocks(operands: Operands, config: NSAConfig, cu_seqlens: Tensor | None) -> None:
     """Raise InputError unless a query's blocks are as `functional.selected_attention` has them."""
     blocks, (rows, tokens) = operands.blocks, (operands.q.shape[-3], operands.keys[0].shape[-3])
     assert blocks is not None
     places = torch.arange(tokens - rows, tokens, device=blocks.device)
     if cu_seqlens is not None:
-        bounds = checked_bounds(cu_seqlens, rows, blocks.device)
-        places = places - bounds[torch.searchsorted(bounds, places, right=True) - 1]
+        places = places_in(checked_bounds(cu_seqlens, rows, blocks.device))[0]
     own, given = (places // config.slc_block)[:, None], blocks >= 0
     ascend = given[..., 1:] <= ((blocks.diff() > 0) & given[..., :-1])
     counted = given.sum(-1) == (own + 1).clamp(max=config.slc_count)

@@ -32,6 +32,7 @@ from jobs.training.probe import probe
 from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, TrainingState, is_steady
 from nsa_core.model import NSATransformer
+from nsa_core.packed_sequences import document_bounds
 from nsa_core.routes import route_of
 
 if TYPE_CHECKING:
@@ -243,10 +244,10 @@ class Trainer:
         batch = next(self.state.batches)
         parts = self._parts(*batch)
         losses = []
-        for number, (tokens, targets) in enumerate(parts, 1):
+        for number, part in enumerate(parts, 1):
             with parallel.gathering(last=number == len(parts)):
                 with self.precision():
-                    loss = parallel.loss_of(tokens, targets)
+                    loss = parallel.loss_of(*part)
                 (loss / len(parts) if len(parts) > 1 else loss).backward()
             losses.append(loss.detach())
         begun, *ready = parallel.marks
@@ -280,14 +281,16 @@ class Trainer:
 
         return wait
 
-    def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches of a batch [batch,S], on its device."""
+    def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, ...]]:
+        """This rank's micro-batches of a batch [batch,S], on its device, with the bounds of packed documents."""
         layout = self.case.layout
         shape = (layout.accumulation, layout.ranks, layout.micro_batch)
         mine = [x.unflatten(0, shape)[:, self.rank] for x in (tokens, targets)]
+        end, device = self.corpus.end_token, self.device
+        bounds = [() if end is None else (document_bounds(tokens, end),) for tokens in mine[0]]
         return [
-            (tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
-            for tokens, targets in zip(*mine, strict=True)
+            (tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), *more)
+            for tokens, targets, more in zip(*mine, bounds, strict=True)
         ]
 
     @torch.no_grad()
@@ -297,9 +300,9 @@ class Trainer:
         for done, batch in enumerate(batches):
             beat("heldout loss", done, len(batches))
             parts = self._parts(*batch)
-            for tokens, targets in parts:
+            for part in parts:
                 with self.precision():
-                    total += self.model(tokens, targets).item() / len(parts)
+                    total += self.model(*part).item() / len(parts)
         self.model.train()
         total = self._parallel.averaged(torch.tensor(total, dtype=torch.float64, device=self.device)).item()
         if not math.isfinite(total):

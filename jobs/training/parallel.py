@@ -140,8 +140,8 @@ class Replica:
         compiled: Callable[[Any], Callable[..., Tensor]],
     ) -> None:
         depth = max(1, len(model.blocks) // _SHARE)
-        self._lower = compiled(lambda tokens: model.lower(tokens, depth))
-        self._upper = compiled(lambda hidden, targets: model.upper(hidden, depth, targets))
+        self._lower = compiled(lambda tokens, *bounds: model.lower(tokens, depth, *bounds))
+        self._upper = compiled(lambda hidden, targets, *bounds: model.upper(hidden, depth, targets, *bounds))
         lower = {id(weight) for part in (model.embedding, *model.blocks[:depth]) for weight in part.parameters()}
         self._first = [weight for weight in model.parameters() if id(weight) in lower]  # a tied head is the embedding
         self._later = [weight for weight in model.parameters() if id(weight) not in lower]
@@ -153,12 +153,12 @@ class Replica:
             for weight in model.parameters():
                 dist.broadcast(weight, 0)
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        hidden = self._lower(tokens)
+    def __call__(self, tokens: Tensor, targets: Tensor, *bounds: Tensor) -> Tensor:
+        hidden = self._lower(tokens, *bounds)
         if self._averaging and hidden.grad_fn is not None:
             # PyTorch's engine accumulates gradients as soon as they are there, before it goes on to this node.
             hidden.grad_fn.register_prehook(lambda _: self._start(self._later))
-        return self._upper(hidden, targets)
+        return self._upper(hidden, targets, *bounds)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -97,13 +97,15 @@ def test_a_layer_of_some_branches_is_the_whole_one_without_the_others(branches: 
     for name in ("gate_proj.weight", "gate_proj.bias"):
         taken[name] = taken[name].unflatten(0, (4, 3))[:, own].flatten(0, 1)
     layer.load_state_dict(taken, strict="cmp" in branches)
-    q, k, v, gates = whole._project(x)
+    q, k, v, gates = whole._project(x, torch.arange(53))
     k_cmp, v_cmp = whole._compress(k[0], v[0], 0)
     expected = nsa_attention(q, k, v, gates, whole.config, k_cmp=k_cmp, v_cmp=v_cmp, branches=branches)
     with capture() as runs:
         out = layer(x)
     torch.testing.assert_close(out, whole.out_proj(expected.flatten(2)), rtol=1e-9, atol=1e-11)
     assert {run.branch for run in runs} == {*branches, *(["select"] if "slc" in branches else [])}
+    apart = torch.cat([layer(part) for part in x.split([20, 33], 1)], 1)
+    torch.testing.assert_close(layer(x, cu_seqlens=torch.tensor([0, 20, 53])), apart, rtol=1e-9, atol=1e-11)
     out.square().sum().backward()
     assert all(p.grad is not None for p in layer.parameters())
 

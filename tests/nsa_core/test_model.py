@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from nsa_core.errors import InputError
 from nsa_core.loss import IGNORED
 from nsa_core.model import PRESETS, NSATransformer
+from nsa_core.packed_sequences import document_bounds
 
 TINY = PRESETS["tiny"]
 
@@ -62,6 +63,36 @@ def test_gradients_of_the_loss_are_those_of_the_logits(few_rows: None, ignored: 
     cross_entropy(whole(inputs).flatten(0, 1), targets.flatten()).backward()
     for actual, expected in zip(gradients(chunked), gradients(whole), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"nsa": replace(TINY.nsa, compress="mlp"), "checkpointing": True}, {"attention": "dense"}]
+)
+def test_packed_documents_train_as_one_by_one(changes: dict[str, object]) -> None:
+    """Losses of five steps in float32; documents also begin with each row, and may be of one token."""
+    tokens, targets = torch.randint(1, 256, (2, 2, 90))
+    tokens[0, [30, 31, 60]] = tokens[1, [5, 89]] = 0
+    bounds = document_bounds(tokens, 0)
+    assert bounds.tolist() == [0, 31, 32, 61, 90, 96, 180]
+    documents = [x.flatten().split(bounds.diff().tolist()) for x in (tokens, targets)]
+    packed, single = model_of(**changes).train(), model_of(**changes).train()
+    losses: list[list[float]] = [[], []]
+    for model, found in zip((packed, single), losses, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(5):
+            if model is packed:
+                loss = model(tokens, targets, bounds)
+            else:
+                each = [model(x[None], y[None]) * len(x) for x, y in zip(*documents, strict=True)]
+                loss = torch.stack(each).sum() / tokens.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
+    with pytest.raises(InputError, match=r"^cu_seqlens: \[7\]: leave it out: a cache holds a batch"):
+        packed(tokens, None, bounds, cache=packed.new_cache())
 
 
 @pytest.mark.parametrize("wrong", [-1, 256])

@@ -54,6 +54,7 @@ class Corpus:
     heldout: list[tuple[Tensor, Tensor]]  # fixed batches of text that training never sees
     about: Mapping[str, Any]  # for the result's environment; checkpoints know the text by it
     token_bytes: Tensor | None = None  # bytes of text that each token stands for; None: one
+    end_token: int | None = None  # of documents that do not see each other
 
     def tokens_a_byte(self, targets: Tensor) -> float:
         """Factor from a mean over targets to one over the bytes of their text."""

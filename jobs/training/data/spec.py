@@ -40,6 +40,7 @@ class DataSpec(Strict):
         description="in place of tokenizer: tokenizer.json, or a folder with it or with vocab.json and merges.txt",
     )
     end_token: str = Field(default="<|endoftext|>", min_length=1, description="token after each document")
+    pack: bool = Field(default=False, description="no document sees another, and positions begin with each")
     heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files, or documents, never trained on")
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
@@ -56,7 +57,7 @@ class DataSpec(Strict):
             source = self.tokenizer_source.removeprefix("data.")
             raise ValueError(f"{source}: there are no documents; add a dataset, or the path of some")
         idle = {} if self.dataset else dict.fromkeys(("subset", "split", "revision"), "dataset")
-        idle |= {} if self.tokenized else dict.fromkeys(("text_field", "end_token"), "a tokenizer")
+        idle |= {} if self.tokenized else dict.fromkeys(("text_field", "end_token", "pack"), "a tokenizer")
         for name, owner in idle.items():
             if (value := getattr(self, name)) != DataSpec.model_fields[name].default:
                 raise ValueError(f"{name}: {value!r}: has no effect without {owner}; leave it out")

@@ -68,7 +68,7 @@ def load_tokens(spec: DataSpec, vocabulary: int, batch: int, seq_len: int, seed:
     }
     batches = TokenBatches(spec, shuffled(dataset, seed), tokenizer, batch, seq_len)
     windows = spread_windows(heldout, batch, seq_len, spec.heldout_batches)
-    return Corpus(batches, windows, about, tokenizer.token_bytes)
+    return Corpus(batches, windows, about, tokenizer.token_bytes, tokenizer.end if spec.pack else None)
 
 
 class TokenBatches(Batches):
@@ -233,13 +233,13 @@ class Tokenizer:
                 f"data.end_token: {spec.end_token!r}: is no token of {spec.tokenizer_source}; "
                 f"use {', '.join(special[:8]) or 'one of its tokens'}"
             )
-        self._end = vocabulary[spec.end_token]
+        self.end = vocabulary[spec.end_token]
         self.sha256 = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
         # A character of a byte-level token is a byte, added tokens are plain text; the end of a document counts as one.
         self.token_bytes = torch.zeros(self.size, dtype=torch.int64)
         for token, number in vocabulary.items():
             self.token_bytes[number] = len(added[number].content.encode()) if number in added else len(token)
-        self.token_bytes[self._end] = 1
+        self.token_bytes[self.end] = 1
         ids = self.tokens(iter([_SAMPLE]), 0)[:-1]
         if int(self.token_bytes[ids].sum()) != len(_SAMPLE.encode()):
             raise DataError(
@@ -256,7 +256,7 @@ class Tokenizer:
             if size >= about * _BYTES_A_TOKEN:
                 break
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on as many threads as PyTorch has
-        return torch.tensor([number for each in found for number in (*each.ids, self._end)], dtype=torch.int32)
+        return torch.tensor([number for each in found for number in (*each.ids, self.end)], dtype=torch.int32)
 
 
 def _load(spec: DataSpec) -> Any:

@@ -23,6 +23,7 @@ from jobs.training.data.corpus import Corpus, DataError
 from jobs.training.data.spec import DataSpec
 from jobs.training.data.token_corpus import heldout_texts, load_tokens, open_dataset, read, shuffled
 from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.packed_sequences import document_bounds
 
 CPU = Machine("cpu", "test processor", 8 * 2**30)
 SILENT: Beat = lambda *_: None  # noqa: E731
@@ -91,9 +92,10 @@ def _model(spec: Spec) -> ModelConfig:
     return travelled(spec.points(CPU)[0]).model
 
 
-def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path, tokenizer: Path) -> None:
-    """Counted here by decoding, and with a cross entropy over all logits."""
-    spec = _spec(_data(documents, tokenizer), steps=5)
+@pytest.mark.parametrize("pack", [False, True])
+def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path, tokenizer: Path, pack: bool) -> None:
+    """Counted here by decoding, and with a cross entropy over all logits; of packed documents one by one."""
+    spec = _spec(_data(documents, tokenizer, pack=pack), steps=5)
     result = _train(spec)
     torch.manual_seed(0)
     model = NSATransformer(_model(spec)).eval()
@@ -103,7 +105,9 @@ def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path,
     def per_byte(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         nats = size = 0.0
         for tokens, targets in batches:
-            logits = model(tokens).flatten(0, 1).double()
+            bounds = document_bounds(tokens, end).diff().tolist()
+            parts = [each[None] for each in tokens.flatten().split(bounds)] if pack else [tokens]
+            logits = torch.cat([model(part).flatten(0, 1) for part in parts]).double()
             nats += torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum").item()
             ends = int((targets == end).sum())
             size += ends + sum(len(_bytes(decoder, number)) for number in targets.flatten().tolist() if number != end)

@@ -45,7 +45,7 @@ def test_split_and_compressed_heads_and_their_gradients(
     """Against the layer's plain PyTorch path, in float64."""
 
     def project(attention: NativeSparseAttention, x: Tensor) -> list[Tensor]:
-        q, keys, values, gates = attention._project(x)
+        q, keys, values, gates = attention._project(x, torch.arange(x.shape[1]))
         results = [q, *keys, *values, gates, *attention._compress(keys[0], values[0], 0)]
         dy = [of(i, *y.shape).to(y.dtype) for i, y in enumerate(results)]
         return results + list(torch.autograd.grad(results, [x, *list(attention.parameters())[:-1]], dy))
