@@ -53,6 +53,8 @@ class RayExecutor:
         gpus = spec.resources.num_gpus
         self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
         self._share.check([*self._nodes.values()])
+        if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
+            self._check_beside(*held)
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
@@ -60,6 +62,21 @@ class RayExecutor:
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
+
+    def _check_beside(self, node: str, held: Mapping[str, float]) -> None:
+        """Check that there is room for a point beside what this job's entrypoint holds: it ends after its points.
+
+        `ray job submit --entrypoint-num-cpus 2` on a cluster of two cores waited for ever.
+        """
+        free = {name: amount - held.get(name, 0) for name, amount in self._nodes.get(node, {}).items()}
+        try:
+            self._share.check([*(self._nodes | {node: free}).values()])
+        except UserError as err:
+            own = ", ".join(f"{amount:g} {name}" for name, amount in held.items())
+            raise UserError(
+                f"entrypoint: this job itself holds {own}, which its points need; submit it without "
+                f"--entrypoint-num-cpus and the like\n{err}"
+            ) from None
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
@@ -76,10 +93,7 @@ class RayExecutor:
         with _gone():
             answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
             if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
-                warn(
-                    "waiting for the cluster to have room for a point, beside what this job may hold itself by "
-                    "--entrypoint-num-gpus and the like"
-                )
+                warn("waiting for the cluster to have room for a point")
             while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                 self._watch.look()
             node, machines = ray.get(answer)
@@ -228,6 +242,20 @@ def _nodes() -> dict[str, dict[str, float]]:
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _held(job: str) -> tuple[str, Mapping[str, float]] | None:
+    """The node of a job's entrypoint and what it holds there while it runs; None if nothing, as without options."""
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
+
+    filters: Any = [("class_name", "=", "JobSupervisor"), ("state", "=", "ALIVE")]
+    with suppress(RayStateApiException):  # the dashboard does not answer
+        actors: Any = list_actors(filters=filters, detail=True)
+        for actor in actors:
+            if str(actor.name).endswith(job) and actor.required_resources and actor.node_id:
+                return actor.node_id, actor.required_resources
+    return None
 
 
 def _batch_ended(err: Exception) -> BatchEnded:

@@ -81,7 +81,7 @@ targets:
           spec: demo.yaml, set: ["implementations=[triton]"]}}
       - {rule: measured, title: no point failed, kind: states, where: {job: scaling}, measure: {
           spec: demo.yaml, set: ["lengths=[64]", "implementations=[chunked]", "passes=[forward]", timing.min_s=0]}}
-      - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: {lacking: the job kind `soak`}}
+      - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: no job kind yet}
 """
 
 
@@ -95,7 +95,7 @@ def test_resolve_runs_what_this_cluster_can_and_judges(env: dict[str, str], tmp_
     assert (_last(env)["kind"], _last(env)["ok"]) == ("scaling", 1)  # run after the wrong one
     assert re.search(r"^failed \(implementations.*triton", done.stdout, re.MULTILINE)
     assert "needs a node with 1× H100; this cluster has no GPU" in done.stdout
-    assert "no command settles soaked on CPU: the job kind `soak`" in done.stdout
+    assert "no command settles soaked on CPU: no job kind yet" in done.stdout
     assert re.search(r"^ +CPU +UNKNOWN", done.stdout, re.MULTILINE)
     assert "On CPU: open: wrong, soaked." in done.stdout  # but not `measured`, which it has settled
 
