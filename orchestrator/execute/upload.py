@@ -14,7 +14,7 @@ from orchestrator.settings import PACKAGES, SOURCES, Installation, installation
 from orchestrator.terminal import warn
 
 LIMIT = 100 * 2**20  # bytes before compression; Ray keeps an upload in its head's memory
-SUFFIXES = (".csv", ".j2", ".mako", ".py", ".sql", ".svg", ".typed", ".yaml")  # of sources and package data: pyproject.toml
+SUFFIXES = (".csv", ".j2", ".mako", ".py", ".sql", ".svg", ".typed", ".yaml")  # as pyproject.toml
 _ELSEWHERE = "put it on storage that all workers share and give its absolute path"
 
 
