@@ -77,8 +77,10 @@ class Operands:
                 raise InputError(name, _text(x), fix)
             if x.dtype != source.dtype or x.device != source.device:
                 raise InputError(name, _text(x), f"convert to the dtype and device of the others: {_text(source)}")
-            if not packed:
-                check_tokens(name, x, config.cmp_tokens(source.shape[-3]))
+            if not packed and x.shape[-3] != (tokens := config.cmp_tokens(source.shape[-3])):
+                raise InputError(
+                    name, _text(x), f"give {tokens} compressed tokens, as cmp_block and cmp_stride have it"
+                )
 
     def each(
         self, change: Callable[[Tensor], Tensor], compressed: Callable[[Tensor], Tensor] | None = None
@@ -162,8 +164,3 @@ def _check_pair(q: Tensor, k: Tensor, v: Tensor, first: Tensor, packed: bool) ->
         raise InputError("k", _text(k), f"give {'exactly' if packed else 'at least'} the {rows} tokens of q")
     if k.shape[:-1] != first.shape[:-1]:
         raise InputError("k", _text(k), f"give as many tokens and heads for every branch: {_text(first)}")
-
-
-def check_tokens(name: str, x: Tensor, tokens: int) -> None:
-    if x.shape[-3] != tokens:
-        raise InputError(name, _text(x), f"give {tokens} compressed tokens, as cmp_block and cmp_stride have it")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._inputs import Operands, check_tokens
+from ._inputs import Operands
 from .config import NSAConfig
 from .errors import InputError
 
@@ -63,24 +63,19 @@ def checked_packing(
     """
     if max_seqlen is not None and (not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or max_seqlen < 1):
         raise InputError("max_seqlen", repr(max_seqlen), "use the length of the longest sequence, a whole number >= 1")
-    total, fix = len(operands.q), "use the length of the longest sequence"
-    bounds = checked_bounds(cu_seqlens, total, operands.q.device)
+    longest = total = len(operands.q)
+    bounds, lengths = checked_bounds(cu_seqlens, total, operands.q.device), cu_seqlens.diff()
+    fix = "use the length of the longest sequence"
     if _on_host(cu_seqlens):
-        longest = int(cu_seqlens.diff().max())
-        if max_seqlen is not None and longest > max_seqlen:
-            raise InputError("max_seqlen", max_seqlen, f"{fix}: {longest}")
-        max_seqlen = max_seqlen or longest
-    elif max_seqlen is not None:
-        torch.ops.aten._assert_async.msg((bounds.diff() <= max_seqlen).all(), f"max_seqlen: {max_seqlen}: {fix}")
+        longest = int(lengths.max())
+        fix += f": {longest}"
+    if max_seqlen is not None:
+        _require((lengths <= max_seqlen).all(), "max_seqlen", f"{max_seqlen}", fix)
     for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)):
         if x is not None:
-            tokens = compressed_counts(cu_seqlens, config).sum()
-            if _on_host(tokens):
-                check_tokens(name, x, int(tokens))
-            else:
-                message = f"{name}: {len(x)} tokens: give those that cmp_block and cmp_stride make of every sequence"
-                torch.ops.aten._assert_async.msg(tokens == len(x), message)
-    return bounds, min(max_seqlen or total, total)
+            fix = "give those that cmp_block and cmp_stride make of every sequence"
+            _require(compressed_counts(cu_seqlens, config).sum() == len(x), name, f"{len(x)} compressed tokens", fix)
+    return bounds, min(max_seqlen or longest, total)
 
 
 def compute_packed(
