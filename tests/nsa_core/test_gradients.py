@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from jobs.measure.memory import measure_peak
-from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
+from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, routes, select_blocks
 from nsa_core.loss import head_cross_entropy
 
 NAMES = ("output", "q", "k", "v", "gates")
@@ -105,12 +105,15 @@ def test_recomputation_gives_the_same_gradients(make_case, config, reentrant):
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_dense_gradients(make_case, window):
-    case = make_case(60, 6, 2, 16, 24)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 24), (4, 2, 24, 16)])
+def test_dense_attention_is_causal_and_names_its_kernel(make_case, window, heads, kv_heads, dim, value_dim):
+    case = make_case(60, heads, kv_heads, dim, value_dim)
     exact, config = case.to(torch.float64), NSAConfig(window=window or 60)
     oracle = {"branches": ("win",), "backend": "reference", "scale": 0.5}
     ones = torch.ones_like(exact.gates)
-    actual = gradients(case.leaves[:3], lambda: dense_attention(case.q, case.k, case.v, window=window, scale=0.5))
+    with routes.capture() as runs:
+        actual = gradients(case.leaves[:3], lambda: dense_attention(*case.leaves[:3], window=window, scale=0.5))
+    assert [(run.branch, run.kernel.split("-")[0]) for run in runs] == [("dense", "chunked" if window else "sdpa")]
     expected = gradients(exact.leaves[:3], lambda: nsa_attention(*exact.leaves[:3], ones, config, **oracle))
     assert all(relative_error(got, want) < 1e-5 for got, want in zip(actual, expected, strict=True))
 

@@ -116,16 +116,6 @@ def test_a_layer_of_some_branches_does_not_decode() -> None:
         layer(torch.randn(1, 4, 24).double(), layer.new_cache())
 
 
-@pytest.mark.parametrize("compress", ["mean", "mlp"])
-@pytest.mark.parametrize("length", [1, 7, 8, 33])
-@torch.no_grad()
-def test_short_sequences(compress: str, length: int) -> None:
-    layer, x = layer_of(compress), torch.randn(2, 40, 24, dtype=torch.float64)
-    out = layer(x[:, :length])
-    assert out.isfinite().all()
-    torch.testing.assert_close(out, layer(x)[:, :length], rtol=1e-9, atol=1e-11)
-
-
 @torch.no_grad()
 def test_a_backend_per_branch_serves_prefill_and_steps() -> None:
     x = torch.randn(1, 30, 24, dtype=torch.float64)

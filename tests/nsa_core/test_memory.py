@@ -192,7 +192,7 @@ def test_the_last_three_pieces_decide_the_peak(device: str, monkeypatch: pytest.
     def estimates() -> list[MemoryEstimate]:
         memory._attention.cache_clear()
         given = {"heads": (6, 2), "head_dim": 64, "dtype": BF16, "config": NSAConfig(), "device": device}
-        shapes = [(1, 31, False), (3, 700, True), (1, 3000, False), (1, 3000, True)]
+        shapes = [(1, 31, False), (3, 300, True), (1, 900, False), (1, 900, True)]
         return [estimate("chunked", batch, length, backward=backward, **given) for batch, length, backward in shapes]
 
     short = estimates()

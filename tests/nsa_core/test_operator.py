@@ -68,13 +68,6 @@ def test_given_compressed_keys_take_the_place_of_the_mean(backend, make_case, co
     assert_close(nsa_attention(case.q, k, case.v, case.gates, config, k_cmp=k_cmp, backend=backend), expected)
 
 
-def test_scale(fast_backend, make_case, config):
-    case = make_case(90)
-    out = nsa_attention(*case.leaves, config, scale=0.5, backend=fast_backend)
-    assert_close(out, nsa_attention(*case.leaves, config, scale=0.5, backend="reference"))
-    assert_close(out, nsa_attention(2 * case.q, *case.leaves[1:], config, backend=fast_backend))
-
-
 def test_packed_equals_separate(backend, make_case, config):
     lengths = [1, 5, 8, 70, 40]
     case = make_case(sum(lengths))
@@ -267,20 +260,3 @@ def test_autocast_takes_its_dtype(make_case, config):
     gradient = torch.autograd.grad(out.float().sum(), case.q)[0]
     assert gradient.dtype == torch.float32
     assert errors(out, nsa_attention(*case.leaves, config, backend="reference")) < 0.05
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 24), (4, 2, 24, 16)])
-def test_dense_attention_is_causal_and_names_its_kernel(make_case, heads, kv_heads, dim, value_dim):
-    case = make_case(50, heads, kv_heads, dim, value_dim)
-    config, ones = NSAConfig(window=50), torch.ones_like(case.gates)
-    with routes.capture() as runs:
-        out = dense_attention(case.q, case.k, case.v)
-    expected = nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend="reference")
-    assert_close(out, expected)
-    assert [run.branch for run in runs] == ["dense"]
-    assert runs[0].kernel.startswith("sdpa-")
-    with routes.capture() as runs:
-        narrow = dense_attention(case.q, case.k, case.v, window=7)
-    assert [(run.branch, run.kernel) for run in runs] == [("dense", "chunked")]
-    config = NSAConfig(window=7)
-    assert_close(narrow, nsa_attention(case.q, case.k, case.v, ones, config, branches=("win",), backend="reference"))

@@ -72,7 +72,7 @@ def test_other_sizes(make_case, name):
 @pytest.mark.parametrize("rows", [125, 50])
 def test_a_chosen_block_is_seen_up_to_the_query(make_case, rows):
     """Queries and keys turn with their position, so that a query's own block, which is not over, is among the best."""
-    case, config = make_case(125, 2, 1, batch=2, rows=rows), OTHERS["no forced blocks"]
+    case, config = make_case(125, 2, 1, rows=rows), OTHERS["no forced blocks"]
     angle = torch.arange(125)[:, None] / 20
     towards = 6 * torch.cat([angle.cos(), angle.sin()], 1)[:, None]
     with torch.no_grad():

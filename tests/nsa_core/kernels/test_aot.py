@@ -83,13 +83,13 @@ def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
 
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         given = aot.wanted([aot.CompileCase(90, 128, 1, 128, 128, "bf16")], pool, "_selected_backward")
-        for key in sorted(usages)[:8]:
+        for key in sorted(usages)[:4]:
             given[key] = aot.CompileCase(*astuple(usages[key])[:6])
         return {key: usage for some in aot.compiled(given, pool) for key, usage in some.items()}
 
 
 def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled: dict[str, Usage]) -> None:
-    assert {key: compiled.get(key) for key in sorted(usages)[:8]} == {key: usages[key] for key in sorted(usages)[:8]}
+    assert {key: compiled.get(key) for key in sorted(usages)[:4]} == {key: usages[key] for key in sorted(usages)[:4]}
 
 
 def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

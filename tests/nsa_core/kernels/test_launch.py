@@ -1,4 +1,4 @@
-"""A kernel is started on its tensors' device, and compiled once for all launches that it cannot tell apart.
+"""A kernel is started on its tensors' device, seen, and compiled once for all launches that it cannot tell apart.
 
 So the operator compiles next to nothing for a length that is new to it.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
 from nsa_core.errors import BackendError
-from nsa_core.kernels.runtime.launch import Launch, compile_only, launch, record
+from nsa_core.kernels.runtime.launch import Launch, Started, compile_only, launch, observe, record
 from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.runtime.tma import Tiled
 
@@ -90,6 +92,32 @@ def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
     assert [start[-1] for start in kernel.started] == [0, 1, 1, 0]
     assert [start[0] for start in kernel.started] == [1, 2, 2, 1], "what was compiled for one is not run on the other"
     assert torch.cuda.current_device() == 0
+
+
+def _launch(kernel: Kernel, grid: tuple[int, ...] = (1,)) -> None:
+    launch(kernel, grid, {"X": torch.zeros(1), "size": 1}, {"D": 3}, Tile(), stage="merge")
+
+
+def test_launches_are_made_and_seen_from_every_thread_while_somebody_asks() -> None:
+    kernel = Kernel()
+    _launch(kernel)
+    with observe() as seen:
+        _launch(kernel)
+        thread = Thread(target=_launch, args=(kernel,))
+        thread.start()
+        thread.join()
+        _launch(kernel, (0,))  # an empty grid runs nothing
+    _launch(kernel)
+    assert seen == [Started("kernel", "merge", {"D": 3})] * 2
+    assert len(kernel.started) == 4
+
+
+def test_a_range_of_a_stage_is_an_operation_as_a_kernel_on_a_gpu_needs_it() -> None:
+    """The profiler gives a kernel to the innermost operation: an annotation in autograd's function would get none."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as watch:
+        _launch(Kernel())
+    (found,) = [event for event in watch.events() or () if event.name == "nsa_core.merge"]
+    assert not found.is_user_annotation
 
 
 def test_it_is_compiled_anew_only_for_what_it_is_compiled_for() -> None:
