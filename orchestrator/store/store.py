@@ -160,15 +160,26 @@ class Store(AbstractContextManager["Store"]):
 
 
 def apply(session: Session, records: Iterable[Record]) -> None:
-    """Write records in their order; those of one type that follow each other are written together.
+    """Write records: in their order from plan to plan, by type between, so that points are read once for many records.
 
     Raises StoreError if a record is inconsistent or its point unknown, RunMissingError if its run is.
     """
-    for kind, same in groupby(records, type):
-        most = 50 if kind is SeriesRecord else 500  # at once: a piece of a series has up to 1,000 samples
-        while batch := list(islice(same, most)):
-            _WRITERS[kind](session, batch)
-            session.flush()
+    plans, before = 0, RunRecord
+
+    def plan(record: Record) -> int:
+        nonlocal plans, before
+        plans += isinstance(record, RunRecord) or (
+            isinstance(record, PointRecord) and before not in (RunRecord, PointRecord)
+        )
+        before = type(record)
+        return plans
+
+    for _, same in groupby(records, plan):
+        while batch := list(islice(same, 500)):
+            for kind, write in _WRITERS.items():
+                if ones := [record for record in batch if type(record) is kind]:
+                    write(session, ones)
+                    session.flush()
 
 
 def _runs(session: Session, records: Sequence[RunRecord]) -> None:
@@ -311,20 +322,18 @@ def _artifacts(session: Session, records: Sequence[ArtifactRecord]) -> None:
 def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
     """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     _existing(session, records)
-    samples = []
-    for record in records:
-        same = {name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}
-        for step, seconds, value in zip(record.steps, record.times, record.values, strict=True):
-            samples.append({**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value})
-    if samples:
-        insertion = _dialect(session).insert(_SERIES)
-        new = insertion.excluded
-        session.execute(
-            insertion.on_conflict_do_update(
-                index_elements=_SERIES.primary_key, set_={"at": new.at, "value": new.value}, where=new.at > _SERIES.c.at
-            ),
-            samples,
-        )
+    new = (insertion := _dialect(session).insert(_SERIES)).excluded
+    upsert = insertion.on_conflict_do_update(
+        index_elements=_SERIES.primary_key, set_={"at": new.at, "value": new.value}, where=new.at > _SERIES.c.at
+    )
+    samples = (
+        {**same, "step": step, "at": datetime.fromtimestamp(seconds, UTC), "value": value}
+        for record in records
+        for same in [{name: getattr(record, name) for name in ("point_id", "attempt", "rank", "name", "unit")}]
+        for step, seconds, value in zip(record.steps, record.times, record.values, strict=True)
+    )
+    while batch := list(islice(samples, 20_000)):  # a record has up to 1,000
+        session.execute(upsert, batch)
 
 
 def _events(session: Session, records: Sequence[EventRecord]) -> None:
