@@ -68,10 +68,13 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
         }
         for row in rows
     ]
+    # A column that says nothing of any point takes no room from the others.
+    blank = [name for name in cells[0] if all(cell[name] in ("", "–", None) for cell in cells)]
+    cells = [{name: value for name, value in cell.items() if name not in blank} for cell in cells]
     columns = {
         "#": st.column_config.NumberColumn(width=50),
         "Attempt": st.column_config.NumberColumn(width="small"),
-        "Reason or progress": st.column_config.TextColumn(width="medium"),
+        "Reason or progress": st.column_config.TextColumn(width="large"),
     }
     return _clicked(cells, [row["point_id"] for row in rows], columns, key)
 

@@ -11,7 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
-from dashboard.live import live_series
+from dashboard.live import live_series, remaining
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval
 from jobs.schema.states import Origin, PointState, RunState, again_in_words
@@ -21,7 +21,9 @@ from orchestrator.report.table import flat
 from orchestrator.store import Store
 
 _WARNINGS = 5
+_REASONS = 50
 _NAME = 100  # characters shown of a name
+_CHART_HEIGHT = 330  # pixels, title and legend included
 
 
 @data.explained
@@ -82,7 +84,8 @@ def _run_page(store: Store, run_id: str) -> None:
     st.fragment(_run_now, run_every=data.LIVE_SECONDS if live else None)(store, run_id, live)
     with st.container(horizontal=True, vertical_alignment="center"):
         grids.rows_button(lambda: data.csv(store, [run_id]), run_id)
-        st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
+        if len(set(data.scaling(store, run_ids=[run_id])["seq_len"])) > 1:
+            st.page_link("scaling.py", label="Its scaling", icon=":material/show_chart:", query_params={"run": run_id})
     provenance, spec, events = st.tabs(["Provenance", "Spec", "Events"], key="tab", bind="query-params")
     with provenance:
         grids.facts(_provenance(run))
@@ -117,17 +120,42 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
     points = data.points(store, run_id)
     for point in data.running(store, run_id):
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption(f":material/autorenew: {parts.doing(point)}", width="content")
+            left = f" · {remaining(point)}" if remaining(point) else ""
+            st.caption(f":material/autorenew: {parts.doing(point)}{left}", width="content")
             _link("Live", icon=":material/monitoring:", run=run_id, point=point["point_id"])
     if points.empty:
         st.caption("No point has been planned yet." if live else "It ended before its first point.")
         return
+    _answer(store, run, points)
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
     chosen = grids.points(
         points, data.measurements(store, run_ids=[run_id]), data.quantities(store, [run_id]), key="points"
     )
     if chosen is not None:
         st.switch_page("runs.py", query_params={"run": run_id, "point": chosen})
+
+
+def _answer(store: Store, run: dict[str, Any], points: pd.DataFrame) -> None:
+    """Draw the charts that answer the question of the run's kind side by side, its warnings, and why points failed."""
+    charts = data.kind_charts(store, run["run_id"], run["kind"])
+    for column, chart in zip(st.columns(len(charts) or 1), charts, strict=False):
+        height = "content" if chart.spec.keys() & {"facet", "height"} else _CHART_HEIGHT
+        column.vega_lite_chart(pd.DataFrame(chart.rows), chart.spec, height=height, key=chart.title, alt=chart.title)
+    _warnings(data.events(store, run["run_id"])["message"].tolist())
+    reasons = [row for row in points.to_dict("records") if row["reason"]]
+    if reasons:
+        label = f"Why {parts.count(len(reasons), 'point')} ended without a result"
+        with st.expander(label, icon=":material/help:", key="why", bind="query-params"):
+            names = ("label", "state", "reason")
+            grids.table([{name.title(): parts.plain(row[name]) for name in names} for row in reasons[:_REASONS]])
+
+
+def _warnings(messages: list[str]) -> None:
+    lines = [parts.plain(message) for message in messages[:_WARNINGS]]
+    if more := len(messages) - len(lines):
+        lines.append(f"{parts.count(more, 'more event')}: see the run's page, Events")
+    if lines:
+        st.warning("  \n".join(lines), icon=":material/info:")
 
 
 def _provenance(run: dict[str, Any]) -> dict[str, str]:
@@ -240,13 +268,7 @@ def _metric(row: Mapping[Any, Any], quantity: Quantity) -> dict[str, str]:
 def _files(store: Store, run: Mapping[str, Any], point: Mapping[str, Any]) -> None:
     """Draw what happened to a point's files, then the files."""
     events = data.events(store, point["run_id"])
-    messages = events.loc[events["point_id"] == point["point_id"], "message"].tolist()
-    lines = [parts.plain(message) for message in messages[:_WARNINGS]]
-    if more := len(messages) - len(lines):
-        lines.append(f"{parts.count(more, 'more event')}: see the run's page, Events")
-    if lines:
-        st.warning("  \n".join(lines), icon=":material/info:")
-
+    _warnings(events.loc[events["point_id"] == point["point_id"], "message"].tolist())
     files = data.artifacts(store, point["point_id"]).to_dict("records")
     if files:
         st.fragment(_file)(files, f"{kept_in(run)} (node {point['node'] or run.get('host') or 'unknown'})")

@@ -45,6 +45,8 @@ LOOKS = {
     "chunked": Look(SKY, "triangle-up"),
     "naive": Look(VERMILLION, "square"),
     "dense": Look(GREEN, "diamond"),
+    "gather": Look(BROWN, "square"),
+    "flash": Look(AMBER, "triangle-up"),
     "reference": Look(VIOLET, "triangle-down"),
     "nsa-vibe": Look(CRIMSON, "cross"),
     "dense-sdpa-flash": Look(LEAF, "diamond"),

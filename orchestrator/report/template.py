@@ -57,7 +57,7 @@ def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path |
     if format in ("md", "html"):
         facts = Facts(store, run_ids)
         about = {"title": facts.title, "tables": list(facts.tables())}
-        about["charts"] = facts.charts() if out or format == "html" else {}
+        about["charts"] = facts.charts() if out or format == "html" else []
         evidence = Evidence(store, run_ids, lambda *_: None)
         return _render(Path(__file__).parent, f"report.{format}{SUFFIX}", evidence, out, about)
     text = (to_csv if format == "csv" else to_json)(store, run_ids)

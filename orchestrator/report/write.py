@@ -21,6 +21,7 @@ from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
+from orchestrator.report.kinds import kind_charts
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import load_settings
@@ -71,6 +72,7 @@ class Facts:
     """
 
     def __init__(self, store: Store, run_ids: Sequence[str]) -> None:
+        self.store = store
         self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
         self.names = bench.run_names(self.runs)
         self.title = "Report: " + ", ".join(dict.fromkeys(in_a_line(run["name"], _NAME) for run in self.runs))
@@ -100,11 +102,18 @@ class Facts:
             if shared and shared not in self.environments:
                 self.environments.append(shared)
 
-    def charts(self) -> dict[Quantity, Any]:
-        """Charts of the growing quantities that have rows to draw."""
-        growing = [quantity for quantity in self.quantities if quantity.plot is Plot.GROWTH]
-        drawn = {quantity: growth_chart(self.scaling, self.fits, quantity) for quantity in growing}
-        return {quantity: chart for quantity, chart in drawn.items() if chart is not None}
+    def charts(self) -> list[tuple[str, str, Any]]:
+        """Name, title and chart in Vega-Lite: of one run those of its kind, then growing quantities over lengths."""
+        charts = []
+        if len(self.runs) == 1:
+            for number, chart in enumerate(kind_charts(self.store, self.runs[0]["run_id"], self.runs[0]["kind"]), 1):
+                charts.append((f"{self.runs[0]['kind']}-{number}", chart.title, chart.whole))
+        for quantity in self.quantities:
+            rows = self.scaling.loc[self.scaling["metric"] == quantity.name]
+            grows = quantity.plot is Plot.GROWTH and (len(self.runs) > 1 or len(set(rows["seq_len"])) > 1)
+            if grows and (drawn := growth_chart(rows, self.fits, quantity)):
+                charts.append((quantity.name, f"{quantity.title} per sequence", drawn))
+        return charts
 
     def tables(self) -> Iterable[Table]:
         yield self._runs()

@@ -115,7 +115,7 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
 def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path):
     text = report(filled, [RUN], out=tmp_path / "out" / "demo.md")
     names = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    assert names.keys() == {"demo.md", "demo-time.png", "demo-peak-extra-memory.png"}
+    assert names.keys() == {"demo.md", "demo-scaling-1.png", "demo-time.png", "demo-peak-extra-memory.png"}
     assert names["demo-time.png"].startswith(b"\x89PNG")
     assert "![Time per sequence](demo-time.png)" in text
     assert names["demo.md"].decode() == text
@@ -123,7 +123,7 @@ def test_markdown_is_written_with_charts_beside_it(filled: Store, tmp_path: Path
 
 def test_html_needs_no_other_file(filled: Store):
     text = report(filled, [RUN], format="html")
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 3
     assert "<h2>Verdict linear-scaling/cpu: NO-GO</h2>" in text
     assert "src=" not in text
     assert "<link" not in text

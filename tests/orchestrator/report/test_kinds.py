@@ -1,0 +1,52 @@
+"""The charts of each kind of run: their queries on both databases, their colours, and that they can be drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import vl_convert
+import yaml
+
+import orchestrator
+from jobs.schema.states import PointState
+from orchestrator.report import kinds, series
+from orchestrator.store import Store
+from orchestrator.store.importer import import_file
+
+REPORT = Path(orchestrator.__file__).parent / "report"
+JOURNALS = Path(orchestrator.__file__).parent / "reference_data" / "journals"
+KINDS = [kind for kind in yaml.safe_load((REPORT / "kinds.yaml").read_text()) if kind != "shared"]
+NEWEST = {path.name.split("-", 2)[2].split("-")[0]: path for path in sorted(JOURNALS.glob("*.gz"))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_queries_of_a_kind_are_those_of_the_database(store: Store, kind: str):
+    assert kinds.kind_charts(store, "none", kind) == []
+
+
+@pytest.mark.parametrize("kind", sorted(NEWEST.keys() & set(KINDS)))
+def test_a_run_of_a_kind_is_drawn(sqlite_store: Store, kind: str):
+    import_file(sqlite_store, NEWEST[kind])
+    charts = kinds.kind_charts(sqlite_store, NEWEST[kind].name.removesuffix(".jsonl.gz"), kind)
+    assert charts
+    for chart in charts:
+        assert chart.title in vl_convert.vegalite_to_svg(chart.whole)
+        tooltips = [len(found) for found in _found(chart.spec, "tooltip")]
+        assert all(number <= 6 for number in tooltips)
+
+
+def test_implementations_and_states_look_as_in_every_chart(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(sweep("run", failures={PointState.HANG: "silent"}))
+    (chart,) = kinds.kind_charts(sqlite_store, "run", "scaling")
+    (color,) = _found(chart.spec, "color")
+    names = ["chunked", "naive"]
+    assert color["scale"] == {"domain": names, "range": [series.look(name).color for name in names]}
+
+
+def _found(part: object, name: str) -> list:
+    """The values of a name anywhere in a chart, but for those of its configuration."""
+    found = []
+    for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+        found += [value] if key == name else [] if key == "config" else _found(value, name)
+    return found
