@@ -5,8 +5,8 @@ Computes no branch itself (backends/ does), and neither projects, rotates (layer
 
 Layouts: q [B,S,Hq,Dk], k [B,T,Hkv,Dk], v [B,T,Hkv,Dv], where the S rows of q are the last S of the T positions (T = S
 in training and prefill, S = 1 in decoding). With `cu_seqlens` [sequences + 1], sequences of different lengths are
-concatenated without a batch axis: q [total,Hq,Dk] and so on, and T = S. Wrong input raises InputError, a
-ValueError that names the argument, its value and the fix.
+concatenated without a batch axis: q [total,Hq,Dk] and so on, and T = S. Tensors of a wrong shape, dtype or device, and
+wrong values, raise InputError, a ValueError that names the argument, its value and the fix.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def nsa_attention(
         cu_seqlens: bounds of packed sequences, of which any may be empty.
         max_seqlen: a length that no packed sequence exceeds. The Triton kernels take all sequences at once, without
             waiting for the device, and use it only to do less in the choice of blocks. Other backends compute one after
-            the other, and read cu_seqlens on the host.
+            the other, and read cu_seqlens on the host, which torch.compile(fullgraph=True) refuses.
         scale: of q·k, above 0; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: the branches to compute; the others are neither computed nor part of the sum.
@@ -78,6 +78,8 @@ def nsa_attention(
         InputError: shapes, dtypes, devices, branches or cu_seqlens that do not fit.
         BackendError: a backend that is unknown or cannot run.
     """
+    if gates is None:  # the doors below have none
+        raise InputError("gates", None, "give a tensor [B,S,Hq,3]; torch.ones(...) for an ungated sum")
     computed = ordered_branches(branches)
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates)
@@ -138,7 +140,7 @@ def selected_attention(
     if blocks.dim() != q.dim() or blocks.shape[-1] < 1:
         raise InputError("blocks", list(blocks.shape), "give int32 [batch, tokens, kv heads, blocks of each query]")
     config = NSAConfig(*(block_size,) * 3, slc_count=blocks.shape[-1], init_blocks=0, local_blocks=0)
-    operands = Operands(q, (k, k, k), (v, v, v), blocks=blocks)
+    operands = Operands(q, (k, k, k), (v, v, v), blocks=blocks).under_autocast()
     operands.check(config, cu_seqlens is not None)
     check_blocks(operands, config, cu_seqlens)
     return _attention(operands, config, ("slc",), cu_seqlens, max_seqlen, scale, backend)
@@ -260,6 +262,8 @@ def _through(
     max_seqlen: int | None, by_kernels: bool,
 ) -> Tensor:  # fmt: skip
     """Result of `compute`, which takes a batch, for operands packed or not; the kernels take sequences as they are."""
+    if max_seqlen is not None and cu_seqlens is None:
+        raise InputError("max_seqlen", max_seqlen, "give it with cu_seqlens: it bounds packed sequences")
     with _inputs.without_autocast(operands.q):
         if cu_seqlens is None:
             return compute(operands)

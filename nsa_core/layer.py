@@ -122,7 +122,7 @@ class NativeSparseAttention(nn.Module):
                 out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
                 return self.out_proj(out.flatten(2))
         if cu_seqlens is not None:
-            return self.out_proj(self._packed(x.flatten(0, 1)[None], cu_seqlens).flatten(-2)).view(*x.shape[:2], -1)
+            return self.out_proj(self._packed(x.flatten(0, 1)[None], cu_seqlens).flatten(-2)).view(x.shape)
         q, k, v, gates = self._project(x, torch.arange(x.shape[1], device=x.device))
         k_cmp, v_cmp = None, None
         if "cmp" in self.branches:
@@ -235,7 +235,7 @@ class DenseAttention(nn.Module):
         out = dense_attention(q, k, v, cu_seqlens=cu_seqlens)
         if cache is not None:
             cache.take(k, v)
-        return self.out_proj(out.flatten(-2).view(*x.shape[:2], -1))
+        return self.out_proj(out.reshape(*x.shape[:2], out.shape[-2] * out.shape[-1]))  # -1 takes no empty batch
 
 
 def _check_cache(cache: NSACache | DenseCache, x: Tensor, cu_seqlens: Tensor | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.errors import InputError
 from nsa_core.functional import BRANCHES
-from nsa_core.layer import LearnedCompression, NativeSparseAttention
+from nsa_core.layer import DenseAttention, LearnedCompression, NativeSparseAttention
 from nsa_core.routes import capture
 
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
@@ -123,3 +123,9 @@ def test_a_backend_per_branch_serves_prefill_and_steps() -> None:
     cache = layer.new_cache()
     steps = torch.cat([layer(x[:, :20], cache), layer(x[:, 20:], cache)], 1)
     torch.testing.assert_close(steps, layer_of()(x), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layer", [NativeSparseAttention(32, 4, 2, 8), DenseAttention(32, 4, 2, 8)])
+@pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
+def test_an_empty_batch_gives_an_empty_result(layer: torch.nn.Module, shape: tuple[int, ...]) -> None:
+    assert layer(torch.empty(shape)).shape == shape

@@ -260,3 +260,11 @@ def test_autocast_takes_its_dtype(make_case, config):
     gradient = torch.autograd.grad(out.float().sum(), case.q)[0]
     assert gradient.dtype == torch.float32
     assert errors(out, nsa_attention(*case.leaves, config, backend="reference")) < 0.05
+
+
+def test_what_is_left_out_or_means_nothing_is_refused(make_case, config):
+    q, k, v, gates = (x.detach() for x in make_case(8).leaves[:4])
+    with pytest.raises(InputError, match=r"^gates: None: give a tensor"):
+        nsa_attention(q, k, v, None, config)
+    with pytest.raises(InputError, match=r"^max_seqlen: 40: give it with cu_seqlens"):
+        nsa_attention(q, k, v, gates, config, max_seqlen=40)

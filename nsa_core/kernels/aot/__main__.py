@@ -13,8 +13,8 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-from .cases import CASES, CompileCase, launches
-from .resources import SHARED, Usage, compile_for, launch_key
+from .cases import CASES, CompileCase
+from .resources import SHARED, Usage, compile_for, kernel_names
 
 
 def main() -> int:
@@ -69,14 +69,9 @@ def write(path: Path, known: Mapping[str, Usage]) -> None:
 def wanted(cases: Sequence[CompileCase], pool: Executor, kernel: str = "") -> dict[str, CompileCase]:
     """The case of each distinct launch, by its key; of kernels with `kernel` in their names."""
     found: dict[str, CompileCase] = {}
-    for case, names in zip(cases, pool.map(_names, cases), strict=True):
+    for case, names in zip(cases, pool.map(kernel_names, cases), strict=True):
         found = {key: case for key, name in names.items() if kernel in name} | found
     return found
-
-
-def _names(case: CompileCase) -> dict[str, str]:
-    """Kernels' names by the keys of their launches."""
-    return {launch_key(launch, case.arch): launch.kernel.__name__ for launch in launches(case)}
 
 
 def compiled(missing: Mapping[str, CompileCase], pool: Executor) -> Iterator[dict[str, Usage]]:

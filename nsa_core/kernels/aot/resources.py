@@ -85,6 +85,11 @@ def specialized(launch: Launch) -> tuple[dict[str, str], dict[tuple[int], list[l
     return types, {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in tensors}
 
 
+def kernel_names(case: CompileCase) -> dict[str, str]:
+    """Kernels' names by the keys of their launches."""
+    return {launch_key(launch, case.arch): launch.kernel.__name__ for launch in launches(case)}
+
+
 def compile_for(case: CompileCase, keys: set[str]) -> dict[str, Usage]:
     """Resources of a case's launches with these keys."""
     given = {launch_key(launch, case.arch): launch for launch in launches(case)}

@@ -6,6 +6,8 @@ sample of them is compiled again.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
 from importlib import import_module
@@ -90,6 +92,12 @@ def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
 
 def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled: dict[str, Usage]) -> None:
     assert {key: compiled.get(key) for key in sorted(usages)[:4]} == {key: usages[key] for key in sorted(usages)[:4]}
+
+
+def test_its_command_runs() -> None:
+    command = [sys.executable, "-m", "nsa_core.kernels.aot", "--heads", "12/2", "--dim", "64", "--arch", "80"]
+    done = subprocess.run([*command, "--kernel", "none"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.startswith("0 kernels, 0 that do not fit"), done.stderr
 
 
 def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
