@@ -3,13 +3,13 @@
 The error may be at most twice that of an eager run in the same dtype (the naive backend's plain matrix products), plus
 a floor for cases that the eager run hits by luck, and at most a ceiling whatever the eager run does. Errors are
 max |x - oracle| / max |oracle|, the worst over the output and, for forward+backward, every gradient. All sides attend
-to the blocks that the implementation selected. The selection itself is compared with the oracle's over a longer
-sequence, and may differ only where float32 scores tie.
+to the blocks that the implementation selected. The selection itself is compared with float64's over a longer
+sequence, and may differ only where scores tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -21,13 +21,14 @@ from jobs.schema.point import Metric
 from jobs.schema.quantities import ORACLE_ERROR, ORACLE_ERROR_BOUND
 from jobs.specs.fields import DENSE_KERNELS, HeadsSpec
 from nsa_core import NSAConfig, compress, dense_attention, nsa_attention, select_blocks
-from nsa_core.backends import BACKENDS, Backend
+from nsa_core.backends import BACKENDS, Backend, naive
 from nsa_core.functional import BRANCHES
 from nsa_core.model import ModelConfig, NSATransformer
 from nsa_core.routes import Branch
 
-MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's (float32 ties)
+MISMATCH = 0.005  # share of the queries with a choice whose selection may differ from the oracle's by more than ties
 REACHES = 4  # length of the sequence for comparing selections, in multiples of a query's selected tokens
+_SEQUENCES = 2
 CEILING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # highest bound on the error
 
 
@@ -62,6 +63,26 @@ class Operator:
     tie: float = 1e-3  # relative difference of scores of which either may be chosen: products of bf16 summed in float32
     factor: float = 2  # times an eager run's error that is right
 
+    @classmethod
+    def of(cls, name: str, config: NSAConfig, branches: tuple[Branch, ...] = BRANCHES) -> Operator:
+        """An implementation of this project, on q, k, v and gate logits."""
+        kernel = DENSE_KERNELS.get(name)
+
+        def attend(inputs: Mapping[str, Tensor]) -> Tensor:
+            q, k, v = inputs["q"], inputs["k"], inputs["v"]
+            if kernel is not None:
+                return dense_attention(q, k, v, backend=kernel)
+            return nsa_attention(q, k, v, torch.sigmoid(inputs["gates"]), config, backend=name, branches=branches)
+
+        def choose(inputs: Mapping[str, Tensor]) -> Tensor:
+            return select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=name)
+
+        return cls(name, None if kernel is not None else config, attend, choose, branches)
+
+    @property
+    def selects(self) -> bool:
+        return self.computes is not None and "slc" in self.branches
+
 
 def make_inputs(
     shape: HeadsSpec, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, seed: int, backward: bool
@@ -72,17 +93,6 @@ def make_inputs(
     keys = shape.kv_heads, shape.head_dim
     sizes = {"q": (shape.query_heads, shape.head_dim), "k": keys, "v": keys, "gates": (shape.query_heads, 3)}
     return {name: torch.randn(batch, seq_len, *size, **options) for name, size in sizes.items()}
-
-
-def attend(
-    inputs: Mapping[str, Tensor], config: NSAConfig, implementation: str, branches: tuple[Branch, ...] = BRANCHES
-) -> Tensor:
-    """Output [B,S,Hq,D] of the timed operator, sigmoid of the gate logits included; DENSE_KERNELS use no gates."""
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    if implementation in DENSE_KERNELS:
-        return dense_attention(q, k, v, backend=DENSE_KERNELS[implementation])
-    gates = torch.sigmoid(inputs["gates"])
-    return nsa_attention(q, k, v, gates, config, backend=implementation, branches=branches)
 
 
 def attend_by(
@@ -121,37 +131,77 @@ def check_attention(
     seed: int,
     branches: tuple[Branch, ...] = BRANCHES,
 ) -> Agreement:
-    """Compare the operator with the oracle, on at most two kv heads and one block more than a query selects.
+    """`check_operator` of an implementation of this project.
 
-    Cached, so that a warm process checks each configuration once. Raises WrongResult: the error of the selection, the
-    output or a gradient exceeds its bound.
+    Cached, so that a warm process checks each configuration once. A learned compression needs a layer: check_model
+    tests it, the mean replaces it here.
     """
-    config = replace(config, compress="mean")  # a learned compression needs a layer: check_model tests it
+    operator = Operator.of(implementation, replace(config, compress="mean"), branches)
+    return check_operator(operator, shape, dtype, device, backward=backward, seed=seed)
+
+
+def check_operator(
+    operator: Operator, shape: HeadsSpec, dtype: torch.dtype, device: torch.device, *, backward: bool, seed: int
+) -> Agreement:
+    """Compare an operator with the oracle, on two sequences of at most two kv heads and one block more than a query
+    selects, and its choice of blocks on a longer sequence.
+
+    Raises WrongResult: the error of the selection, the output or a gradient exceeds its bound.
+    """
+    config, blocks = operator.computes or NSAConfig(), None
     small, seq_len = small_case(config, shape)
-    inputs = make_inputs(small, 1, seq_len, dtype, device, seed, backward)
-    dense, blocks = implementation in DENSE_KERNELS, None
-    if not dense and "slc" in branches:
-        reach = config.slc_count * config.slc_block
-        long = make_inputs(small, 1, REACHES * reach, dtype, device, seed, False)
-        names = implementation, "reference"
-        found, expected = (select_blocks(long["q"], long["k"], config, backend=name) for name in names)
-        differ = (found != expected).any(-1).float()
-        # Also over the queries that see more blocks than they select.
-        share = max(differ[:, reach:].mean().item(), differ.mean().item())
-        if share > MISMATCH:
-            raise WrongResult(
-                f"{implementation}: selects other blocks than the oracle for {share:.1%} of the queries; "
-                f"at most {MISMATCH:.1%} can be ties"
-            )
-        blocks = select_blocks(inputs["q"].detach(), inputs["k"].detach(), config, backend=implementation)
-    return compare(
-        lambda x: attend(x, config, implementation, branches),
-        lambda x, backend: attend_by(backend, x, None if dense else config, branches, blocks),
-        inputs,
-        f"S={seq_len}, {small}",
-        implementation,
-        backward=backward,
-    )
+    inputs = make_inputs(small, _SEQUENCES, seq_len, dtype, device, seed, backward)
+    if operator.computes is None:
+        del inputs["gates"]
+    if operator.selects:
+        length = REACHES * config.slc_count * config.slc_block
+        check_choice(operator, config, make_inputs(small, 1, length, dtype, device, seed, False))
+        blocks = operator.choose(inputs)
+    wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
+    sides = []
+    for leaves, call in (
+        (inputs, operator.attend),
+        (inputs, partial(_attend_by, BACKENDS["naive"], operator, blocks)),
+        (wide, partial(_attend_by, BACKENDS["reference"], operator, blocks)),
+    ):
+        sides.append(_results("output", partial(call, leaves), leaves if backward else {}))
+    got, eager, truth = sides
+    case = f"{_SEQUENCES} sequences, S={seq_len}, {small}"
+    return judge(got, eager, truth, dtype, case, operator.name, operator.factor)
+
+
+def _attend_by(backend: Backend, operator: Operator, blocks: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    return attend_by(backend, inputs, operator.computes, operator.branches, blocks)
+
+
+def check_choice(operator: Operator, config: NSAConfig, inputs: Mapping[str, Tensor]) -> None:
+    """Compare an operator's choice for a sequence with float64's, but for ties. Raises WrongResult.
+
+    The share of wrong ones is also taken over the queries that see more blocks than they select.
+    """
+    q, k_cmp = inputs["q"], compress(inputs["k"], config)
+    args = q.double(), k_cmp.double(), config, 0, q.shape[-1] ** -0.5
+    sides = operator.choose(inputs), naive.select(*args)
+    chosen, best = (blocks[0].flatten(0, 1).tolist() for blocks in sides)
+    queries = zip(chosen, best, naive.block_ranks(*args).transpose(0, 1).flatten(0, 1).tolist(), strict=True)
+    wrong = torch.tensor([not chooses_alike(*query, tie=operator.tie) for query in queries]).float()
+    late = wrong[config.slc_count * config.slc_block * k_cmp.shape[2] :]
+    share = max(late.mean().item(), wrong.mean().item())
+    if share > MISMATCH:
+        raise WrongResult(
+            f"{operator.name}: selects other blocks than the oracle for {share:.1%} of the queries; at most "
+            f"{MISMATCH:.1%} can be rounding"
+        )
+
+
+def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float) -> bool:
+    """Whether blocks of a query are the best ones, or others whose ranks are within `tie` of theirs; -1 pads both."""
+    taken, missed = {*chosen} - {*best}, {*best} - {*chosen}
+    if sorted({*chosen} - {-1}) + [-1] * list(chosen).count(-1) != list(chosen) or len(taken) != len(missed):
+        return False  # not ascending, twice, or too few
+    if not taken:
+        return True
+    return -1 not in taken | missed and min(ranks[i] for i in taken) >= (1 - tie) * max(ranks[i] for i in missed)
 
 
 @lru_cache(maxsize=64)
@@ -216,26 +266,6 @@ def small_case(config: NSAConfig, shape: HeadsSpec) -> tuple[HeadsSpec, int]:
     query_heads = kv_heads * (shape.query_heads // shape.kv_heads)
     heads = shape.model_copy(update={"query_heads": query_heads, "kv_heads": kv_heads})
     return heads, (config.slc_count + 1) * config.slc_block + config.cmp_stride // 2 + 1
-
-
-def compare(
-    timed: Callable[[Mapping[str, Tensor]], Tensor],
-    by: Callable[[Mapping[str, Tensor], Backend], Tensor],
-    inputs: Mapping[str, Tensor],
-    case: str,
-    implementation: str,
-    *,
-    backward: bool,
-    factor: float = 2,
-) -> Agreement:
-    """`judge` of an operator's output [B,S,Hq,D] and the gradients of a weighted sum of it; `by`: by a backend."""
-
-    wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
-    leaves = inputs if backward else {}
-    truth = _results("output", lambda: by(wide, BACKENDS["reference"]), wide if backward else {})
-    eager = _results("output", lambda: by(inputs, BACKENDS["naive"]), leaves)
-    got = _results("output", lambda: timed(inputs), leaves)
-    return judge(got, eager, truth, inputs["q"].dtype, case, implementation, factor)
 
 
 def _results(name: str, call: Callable[[], Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

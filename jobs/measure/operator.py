@@ -12,16 +12,29 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
-from jobs.measure.check import DENSE_KERNELS, Agreement, Operator, attend, check_model, make_inputs
+from jobs.measure.check import Agreement, Operator, check_model, make_inputs
 from jobs.measure.clock import TimingSpec
 from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
-from jobs.specs.fields import MOST, NSA, BareNSA, Count, DType, HeadsSpec, Large, Lengths, Passes, Preset, Unique
+from jobs.specs.fields import (
+    DENSE_KERNELS,
+    MOST,
+    NSA,
+    BareNSA,
+    Count,
+    DType,
+    HeadsSpec,
+    Large,
+    Lengths,
+    Passes,
+    Preset,
+    Unique,
+)
 from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.spec import JobSpec
-from nsa_core import NSAConfig, select_blocks
+from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import PRESETS, ModelConfig, NSATransformer
@@ -56,13 +69,7 @@ class OperatorCase(ModelCase):
 
     def operator(self) -> Operator:
         """The attention that is called."""
-        name, nsa = self.implementation, self.model.nsa
-
-        def choose(inputs: Mapping[str, Tensor]) -> Tensor:
-            return select_blocks(inputs["q"].detach(), inputs["k"].detach(), nsa, backend=name)
-
-        computes = None if name in DENSE_KERNELS else nsa
-        return Operator(name, computes, lambda inputs: attend(inputs, nsa, name, self.branches), choose, self.branches)
+        return Operator.of(self.implementation, self.model.nsa, self.branches)
 
     def inputs(self) -> dict[str, Tensor]:
         """q, k, v and gate logits, as `make_inputs` makes them."""

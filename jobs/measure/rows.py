@@ -8,7 +8,7 @@ implementation, ours or a peer, selects from these inputs, which are compared wi
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.check import Operator, WrongResult
+from jobs.measure.check import Operator, WrongResult, chooses_alike
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ROWS_ERROR, ROWS_ERROR_BOUND
 from nsa_core import NSAConfig, compress
@@ -75,9 +75,9 @@ class RowCheck:
     def judge(self) -> tuple[Metric, Metric]:
         """Error and bound of the last rows taken, as metrics. Raises WrongResult."""
         operator, q, blocks = self._operator, self._inputs["q"].detach(), None
-        if operator.computes is not None and "slc" in operator.branches:
+        if operator.selects:
             blocks = operator.choose(self._inputs)
-            self._judge_choices(blocks, operator.computes)
+            self._judge_choices(blocks, operator.computes or NSAConfig())
         sides: list[dict[str, list[Tensor]]] = [{}, {}, {}]  # got, eager, truth
         for span, rows in zip(self._spans, self._taken, strict=True):
             plain, exact = (self._compute(span, dtype, blocks) for dtype in (q.dtype, torch.float64))
@@ -126,16 +126,6 @@ class RowCheck:
             for row, (ours, exact, of_row) in enumerate(zip(chosen, best, ranks, strict=True), span.rows.start):
                 if not chooses_alike(ours, exact, of_row, tie):
                     raise WrongResult(f"{name}: row {row} of {blocks.shape[1]} selects blocks {ours}, float64 {exact}")
-
-
-def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float) -> bool:
-    """Whether blocks of a query are the best ones, or others whose ranks are within `tie` of theirs; -1 pads both."""
-    taken, missed = {*chosen} - {*best}, {*best} - {*chosen}
-    if sorted({*chosen} - {-1}) + [-1] * list(chosen).count(-1) != list(chosen) or len(taken) != len(missed):
-        return False  # not ascending, twice, or too few
-    if not taken:
-        return True
-    return -1 not in taken | missed and min(ranks[i] for i in taken) >= (1 - tie) * max(ranks[i] for i in missed)
 
 
 def _scale(rows: Tensor, *, gradient: bool) -> Tensor:

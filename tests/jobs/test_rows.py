@@ -11,7 +11,7 @@ import pytest
 import torch
 from travelling import CPU, H200, HEADS, NSA, QUICK, measured, values_of
 
-from jobs.measure import check, rows
+from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.measure.operator import lowest_ms
 from jobs.scaling import Spec
@@ -150,4 +150,4 @@ def test_a_card_needs_a_least_time() -> None:
 )
 def test_a_choice_may_differ_from_the_best_where_ranks_are_tied(chosen: list[int], alike: bool) -> None:
     ranks = [math.inf, 0.4, 0.5, 0.4999, 0.1, math.inf, -1.0]
-    assert rows.chooses_alike(chosen, [0, 2, 5, -1], ranks, tie=1e-3) is alike
+    assert check.chooses_alike(chosen, [0, 2, 5, -1], ranks, tie=1e-3) is alike
