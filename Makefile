@@ -65,6 +65,9 @@ bench: $(RUN)  ## on a GPU: the operator beside dense attention and the recorded
 	  echo "Dashboard: http://127.0.0.1:$(DASHBOARD_PORT)/$(STREAMLIT_SERVER_BASE_URL_PATH)   (stop everything: make down)"; \
 	  exit $$status
 
+specs: $(RUN)  ## write the tables of docs/specs.md again, from the fields of the kinds
+	@$(BIN)/python -m jobs.specs.reference docs/specs.md
+
 # After a change of templates or gates, or with JOURNALS="PATH ..." to take journals of new runs in.
 results: $(RUN)  ## write the pages of docs/results again, from the journals in docs/results/data
 	@$(BIN)/python -m orchestrator.store.publish $(JOURNALS)

@@ -36,13 +36,12 @@ from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machi
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
 from jobs.specs import fields
-from jobs.specs.fields import WINDOW_ALONE, Count, Layers, Unique, computes
+from jobs.specs.fields import WINDOW_ALONE, Layers, Unique, computes
 from jobs.specs.fit import does_not_fit, refuse_unusable
+from jobs.specs.model import ModelChoice
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
-from nsa_core.memory import predicts
-from nsa_core.model import PRESETS, ModelConfig
 from nsa_core.routes import Branch
 
 FORWARD_MEMORY = replace(
@@ -56,18 +55,13 @@ AXES = (
     Axis("anomaly", "text", "anomaly mode"),
 )
 
-MODELS: Mapping[str, ModelConfig] = {
-    **PRESETS,
-    # The seeds' small model: they give its width alone.
-    "small_128": replace(PRESETS["m7c_125m"], dim=128, heads=2, kv_heads=1, ffn_dim=384),
-}
 
-
-class CaseSpec(Strict):
+class CaseSpec(ModelChoice):
     """Sizes of a model and its variants: every combination."""
 
-    preset: Annotated[str, fields.preset_among(MODELS)]
-    layers: Annotated[list[Layers], Field(min_length=1), Unique]
+    layers: Annotated[list[Layers], Field(min_length=1), Unique] | None = Field(
+        default=None, description="None: the model's"
+    )
     lengths: fields.Lengths
     branches: Annotated[list[Literal["all", "cmp", "slc", "win"]], Field(min_length=1), Unique] = Field(
         default=["all"], description="of each layer: all, or one alone; the model has no weights for the others"
@@ -79,11 +73,15 @@ class CaseSpec(Strict):
         default=[False], description="PyTorch's anomaly mode, which names the operation that made a NaN"
     )
 
+    @property
+    def depths(self) -> list[int]:
+        return self.layers or [self.base.layers]
+
     def variants(self) -> list[Variant]:
         return [Variant(self, *each) for each in product(self.branches, sorted(self.repeats), self.anomaly)]
 
     def sizes(self) -> list[Size]:
-        return list(product(sorted(self.layers), sorted(self.lengths)))
+        return list(product(sorted(self.depths), sorted(self.lengths)))
 
 
 class Variant(NamedTuple):
@@ -98,7 +96,7 @@ class Variant(NamedTuple):
         """Label of a size's points, without the implementation; None: of the search over all sizes."""
         what = "smallest failing size" if size is None else f"{size[0]} layer{'s' if size[0] > 1 else ''} S={size[1]}"
         branch = f"{self.branch}{f' x{self.repeats}' if self.repeats > 1 else ''}"
-        return f"{branch} {self.case.preset} {what}{' anomaly mode' if self.anomaly else ''}"
+        return f"{branch} {self.case.model_name} {what}{' anomaly mode' if self.anomaly else ''}"
 
 
 class DrillSpec(Strict):
@@ -132,13 +130,11 @@ class Spec(JobSpec):
 
     kind: Literal["backward"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     cases: Annotated[list[CaseSpec], Field(min_length=1)]
-    implementations: Annotated[
-        list[str], Field(min_length=1), Unique, fields.names_among("implementation", *WINDOW_ALONE)
-    ]
-    batch: Count = 1
+    implementations: fields.Backends
+    batch: fields.Batch = 1
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
-    nsa: fields.NSA | None = Field(default=None, description="None: the preset's")
+    nsa: fields.NSA | None = Field(default=None, description="None: the model's")
     timing: TimingSpec = Field(default=TimingSpec(), description="of the pass without the watch")
     bisect: BisectSpec | None = None
     drill: DrillSpec | None = None
@@ -175,7 +171,7 @@ class Spec(JobSpec):
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of every case, smallest sizes first, but for branches that an implementation does not compute."""
         for case in self.cases:
-            refuse_unusable(self.implementations, machine, self.precision, MODELS[case.preset], WINDOW_ALONE)
+            refuse_unusable(self.implementations, machine, self.precision, case.base, WINDOW_ALONE)
         if self.bisect:
             return self.next_points(machine, ())
         return [
@@ -198,7 +194,7 @@ class Spec(JobSpec):
             if not computes(name, variant.branch) or any(each.state is PointState.LOST for each in known.values()):
                 continue  # a lost size has neither passed nor failed
             try:
-                metrics, sentence = bisected(variant.case.layers, variant.case.lengths, known)
+                metrics, sentence = bisected(variant.case.depths, variant.case.lengths, known)
             except Untried as untried:
                 found.append(self._point(machine, variant, name, *untried.args))
                 continue
@@ -209,25 +205,25 @@ class Spec(JobSpec):
         return found
 
     def _point(self, machine: Machine, variant: Variant, name: str, size: Size) -> Point:
-        (layers, seq_len), preset, branch, drill = size, variant.case.preset, variant.branch, self.drill
+        (layers, seq_len), base, branch, drill = size, variant.case.base, variant.branch, self.drill
         branches: tuple[Branch, ...] = tuple(each for each in BRANCHES if branch in (ALL, each))
-        settings = {"backend": name, "nsa": self.nsa or MODELS[preset].nsa, "checkpointing": self.checkpointing}
+        settings = {"backend": name, "nsa": self.nsa or base.nsa, "checkpointing": self.checkpointing}
         case = Case.of(
             self,
             machine,
             (name, "forward+backward", seq_len, self.batch),
             dtype=self.precision,
-            model=replace(MODELS[preset], layers=layers, branches=branches, **settings),
+            model=replace(base, layers=layers, branches=branches, **settings),
             repeats=variant.repeats,
             anomaly=variant.anomaly,
             hang_in_layer=drill.hang_in_layer if drill and seq_len >= drill.from_length else None,
             timing=None if self.bisect else self.timing,
             search=f"{name} {variant.label()}" if self.bisect else None,
         )
-        predicted = not self.bisect and branch == ALL and variant.repeats == 1 and predicts(name)
-        needed = case.estimate().total if predicted else None
+        predicted = not self.bisect and branch == ALL and variant.repeats == 1
+        needed = case.predicted_bytes() if predicted else None
         anomaly = "on" if variant.anomaly else "off"
-        more = {"preset": preset, "branch": branch, "repeats": variant.repeats, "anomaly": anomaly}
+        more = {"preset": variant.case.model_name, "branch": branch, "repeats": variant.repeats, "anomaly": anomaly}
         advice = "lower layers or lengths" + ("" if self.checkpointing else ", or turn checkpointing on")
         skip, label = does_not_fit(needed, self, machine, advice), f"{name} {variant.label(size)}"
         answers = FAILED - {PointState.LOST} if self.bisect else frozenset()

@@ -19,7 +19,7 @@ from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
-from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Count, HeadsSpec, Passes, Unique, computes
+from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Unique, computes
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core import NSAConfig
@@ -49,7 +49,7 @@ class Spec(SweepSpec):
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )
     shape: HeadsSpec
-    batch: Count = 1
+    batch: Batch = 1
     passes: Passes = Field(default=["forward", "forward+backward"])
     nsa: BareNSA | None = Field(default=None, description="None: the defaults")
 

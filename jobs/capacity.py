@@ -19,7 +19,7 @@ from pydantic import Field
 from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
-from jobs.measure.model_pass import ModelPass, PassCase, PresetSpec
+from jobs.measure.model_pass import ImplementationsSpec, ModelPass, PassCase
 from jobs.measure.search import Untried, outcome
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
@@ -28,7 +28,6 @@ from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import Count, Lengths, Unique
 from jobs.specs.fit import does_not_fit
-from nsa_core.memory import predicts
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
 LONGEST_PREDICTED = Quantity("longest_predicted", "token", "Longest sequence predicted to fit", role=Role.HEADLINE)
@@ -50,12 +49,12 @@ class Case(PassCase):
     answer: Mapping[str, float] | None = None  # metrics of a conclusion, which is not measured
 
 
-class Spec(PresetSpec):
+class Spec(ImplementationsSpec):
     """Implementations x batches x checkpointing, each with the lengths to try."""
 
     kind: Literal["capacity"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     lengths: Lengths = Field(description="lengths to try; the answer is one of them")
-    batches: Annotated[list[Count], Field(min_length=1), Unique] = Field(default=[1])
+    batches: Annotated[list[Count], Field(min_length=1), Unique] = Field(default=[1], description="sequences of a step")
     checkpointing: Annotated[list[bool], Field(min_length=1), Unique] = Field(
         default=[False, True], description="compute blocks anew in the backward pass, to save memory"
     )
@@ -88,11 +87,11 @@ class Spec(PresetSpec):
             limit = min(limit, int(self.memory_gib * 2**30))
         place, model = (
             (implementation, "train", lengths[0], batch),
-            self.model(implementation, checkpointing=checkpointing),
+            self.configured(implementation, checkpointing=checkpointing),
         )
         shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit)
         cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]
-        estimates = [case.estimate() if predicts(implementation) else None for case in cases]
+        estimates = [case.estimate() for case in cases]
         fit = sum(estimate is not None and estimate.total <= limit for estimate in estimates)
         kept = "on" if checkpointing else "off"
         label, more = f"{implementation} batch {batch}, checkpointing {kept}", {"checkpointing": kept}
@@ -103,7 +102,7 @@ class Spec(PresetSpec):
             case, estimate = cases[place], estimates[place]
             total = None if estimate is None else estimate.total
             weights = None if estimate is None else estimate.parameters + estimate.optimizer
-            skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller preset")
+            skip = does_not_fit(weights, self, machine, "raise the limit, or use a smaller model")
             answers = frozenset({PointState.OOM})
             return Point(
                 self.kind, f"{label} S={case.seq_len}", case, case.axes(more=more), total, skip, answers=answers

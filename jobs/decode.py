@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,14 +23,14 @@ from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
-from jobs.specs.fields import HeadsSpec, Layers, Unique, names_among
+from jobs.specs.fields import HeadsSpec, Layers, OrDense
 from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core import NSAConfig, compress, nsa_attention
 from nsa_core.backends import BACKENDS
 from nsa_core.cache import DenseCache, NSACache, Triple
 from nsa_core.decode import TRITON, dense_step, nsa_step
-from nsa_core.model import PRESETS, LayerCache, ModelConfig, NSATransformer
+from nsa_core.model import LayerCache, ModelConfig, NSATransformer
 from nsa_core.rope import angles, rotate
 
 DENSE = "dense"
@@ -92,15 +92,15 @@ class Spec(WorkloadSpec):
     workload: Literal["attention", "model"] = Field(
         default="attention", description="attention: rotation, caches and attention of all layers; model: all of a step"
     )
-    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", DENSE)]
-    layers: Layers | None = Field(default=None, description="None: the preset's; 1 with a shape")
+    implementations: OrDense
+    layers: Layers | None = Field(default=None, description="None: the model's; 1 with a shape")
     shape: HeadsSpec | None = Field(default=None, description="instead of a preset, for workload attention")
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
-        if self.preset is None and (self.shape is None or self.workload == "model"):
-            raise ValueError(f"preset: missing; use one of {', '.join(PRESETS)}, or workload attention with a shape")
-        refuse_idle(self, self.nsa, self.implementations, None)
+        if self.shape is not None and self.workload == "model":
+            raise ValueError("shape: is of attention alone; give a preset or a model, or use workload: attention")
+        refuse_idle(self, self.own_nsa, self.implementations, None)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -41,7 +41,7 @@ class Spec(JobSpec):
     """Behaviours in the order to run them; a behaviour may appear several times."""
 
     kind: Literal["drill"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    behaviours: Annotated[list[Behaviour], Field(min_length=1)]
+    behaviours: Annotated[list[Behaviour], Field(min_length=1, description="what the points do, in this order")]
     slow_s: float = Field(default=3, gt=0, description="seconds that `slow` works on, with signs of progress")
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -58,6 +58,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
     resident = {"parameters": call.parameters, "optimizer": call.state, "inputs": [*call.inputs]}
     allocated = {name: tensor_bytes(tensors) for name, tensors in resident.items()} | parts
     estimate = case.estimate()
+    assert estimate is not None
     metrics = [estimate_error(estimate, measured)]
     by_hand, by_events = "nsa_core.memory", "sizes of tensors; beyond them the allocator's events, by the profiler"
     for family, sizes, method in ((PREDICTED, asdict(estimate), by_hand), (ALLOCATED, allocated, by_events)):

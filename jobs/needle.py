@@ -24,11 +24,11 @@ from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.memory import measure_peak
-from jobs.measure.model_pass import PresetSpec
+from jobs.measure.model_pass import ImplementationsSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of
-from jobs.specs.fields import Count, Layers, Preset, Unique
+from jobs.specs.fields import Count, Layers, Unique
 from jobs.specs.fit import does_not_fit
 from jobs.training.case import Layout, OptimizerSpec, TrainingCase, check_warm_up
 from jobs.training.data.corpus import Batches, Corpus
@@ -38,7 +38,6 @@ from jobs.training.loop import Trainer
 from jobs.training.metrics import energy_per_token
 from jobs.training.state import first_steady
 from nsa_core.loss import IGNORED
-from nsa_core.model import PRESETS
 
 RECALL = Quantity("recall", "%", "Recall, mean over the depths", "recall", Better.HIGHER, Role.HEADLINE)
 RECALL_WORST = Quantity("recall_worst", "%", "Recall at the worst depth", "worst depth", Better.HIGHER, Role.HEADLINE)
@@ -159,13 +158,15 @@ class Case(TrainingCase):
     converged_nat: float
 
 
-class Spec(PresetSpec):
+class Spec(ImplementationsSpec):
     """Lengths x implementations: a model trained on retrieval for each."""
 
     kind: Literal["needle"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    preset: Preset = "tiny"
-    layers: Layers | None = Field(default=None, description="None: the preset's")
-    lengths: Annotated[list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1), Unique]
+    DEFAULT = "tiny"
+    layers: Layers | None = Field(default=None, description="None: the model's")
+    lengths: Annotated[
+        list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1, description="tokens of a sequence"), Unique
+    ]
     depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
         default=[0, 25, 50, 75, 100], description="places of the needle that is asked for [%]"
     )
@@ -199,21 +200,24 @@ class Spec(PresetSpec):
                 nearest = max(1, round(self.tokens / length)) * length
                 raise ValueError(f"tokens: {self.tokens}: is no multiple of the length {length}; use {nearest}")
         check_warm_up(self.optimizer, self.steps)
+        if self.model is not None and self.model.vocab_size is not None:
+            given = f"model.vocab_size: {self.model.vocab_size}"
+            raise ValueError(f"{given}: has no effect: a haystack has a vocabulary of its own; leave it out")
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """A point for each length and implementation, shortest lengths first."""
         self.refuse_unusable(machine)
         task = NeedleTask(self.needles, self.alphabet, self.seed)
-        layers, points = self.layers or PRESETS[self.preset].layers, []
+        layers, points = self.layers or self.base.layers, []
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             batch = self.tokens // seq_len
-            model = self.model(implementation, vocab_size=task.vocabulary, layers=layers)
+            model = self.configured(implementation, vocab_size=task.vocabulary, layers=layers)
             own = {name: getattr(self, name) for name in ("steps", "compile", "depths", "questions", "converged_nat")}
             own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task, "dtype": self.precision}
             case = Case.of(self, machine, (implementation, "train", seq_len, batch), model=model, **own)
-            needed, label = case.estimate(), f"{implementation} {self.preset} S={seq_len}"
-            skip = does_not_fit(needed, self, machine, "shorten lengths, or lower tokens")
+            needed, label = case.predicted_bytes(), f"{implementation} {self.model_name} S={seq_len}"
+            skip = does_not_fit(case.least_bytes(), self, machine, "shorten lengths, or lower tokens")
             points.append(Point("needle", label, case, case.axes(more=mode_of(case.model_dump())), needed, skip))
         return points
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs.adapters import Peer, PeerProblem, find_peer, load_peer, peer_names
+from jobs.adapters import PEERS, Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.adapters.packages import TORCH_FIXED
 from jobs.measure.check import Agreement, Operator, check_operator
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
@@ -79,7 +79,12 @@ class Spec(LayoutsSpec):
     """Head layouts x lengths x passes x peers, and implementations of this project beside them."""
 
     kind: Literal["peers"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
-    peers: Annotated[list[str], Field(min_length=1), Unique, names_among("peer", known=peer_names)]
+    peers: Annotated[
+        list[str],
+        Field(min_length=1, description=f"{', '.join(PEERS)}, or one of another distribution"),
+        Unique,
+        names_among("peer", known=peer_names),
+    ]
     implementations: Annotated[list[str], Unique, names_among("implementation", *DENSE_KERNELS)] = Field(
         default=[], description="of this project, measured beside them as in kind bench"
     )

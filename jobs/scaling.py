@@ -17,7 +17,6 @@ from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
 from jobs.specs.nsa_effect import refuse_idle
-from nsa_core.model import PRESETS
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
@@ -44,8 +43,6 @@ class Spec(WorkloadSpec):
 
     @model_validator(mode="after")
     def _check_shape(self) -> Spec:
-        if self.preset is None and self.shape is None:
-            raise ValueError(f"shape: missing; give shape or preset (one of {', '.join(PRESETS)})")
         for name in ("layers", "ffn_dim", "vocab_size", "dim") if self.shape is not None else ():
             value = getattr(self.shape, name)
             if self.workload == "attention" and value is not None:
@@ -56,7 +53,7 @@ class Spec(WorkloadSpec):
             forced := [name for name in self.implementations if DENSE_KERNELS.get(name, "auto") != "auto"]
         ):
             raise ValueError(f"implementations: {forced[0]!r}: is for workload attention alone; use dense")
-        refuse_idle(self, self.nsa, self.implementations, self.dtype)
+        refuse_idle(self, self.own_nsa, self.implementations, self.dtype)
         return self
 
     def points(self, machine: Machine) -> Sequence[Point]:

@@ -16,10 +16,11 @@ from pydantic import Field, model_validator
 
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
-from jobs.specs.fields import NSA, Count, Preset, Unique
+from jobs.specs.fields import Count, Unique
 from jobs.specs.fit import backend_reasons, does_not_fit
+from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
-from jobs.specs.spec import JobSpec, Recovery, SpecError
+from jobs.specs.spec import Recovery, SpecError
 from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
@@ -27,7 +28,6 @@ from jobs.training.launch import run_ranks
 from jobs.training.metrics import QUANTITIES, measurement
 from jobs.training.rank import RankReport, train_rank
 from nsa_core.backends.triton import Heads
-from nsa_core.model import PRESETS
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
 
@@ -36,17 +36,18 @@ AXES = MODE_AXES
 Case = TextCase
 
 
-class TrainingSpec(JobSpec):
+class TrainingSpec(ModelledSpec):
     """A training for each kind of attention, whatever ends it: the fields of every kind that trains."""
 
-    preset: Preset = "tiny"
-    attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(default=["nsa"])
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    DEFAULT = "tiny"
+    attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(
+        default=["nsa"], description="a training for each"
+    )
     backend: str = Field(default="auto", description="of NSA; dense attention has its own")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
     compile: bool = Field(default=False, description="torch.compile the passes, or fail; the first step takes minutes")
     cuda_graphs: bool = Field(default=False, description="replay compiled passes as CUDA graphs, whose memory stays")
-    seq_len: int = Field(ge=2, le=2**27)
+    seq_len: int = Field(ge=2, le=2**27, description="tokens of a sequence")
     batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
     ranks: Count = Field(default=1, description="processes that train together, each on its own GPU")
     micro_batch: Count | None = Field(default=None, description="sequences of a rank in one pass; None: its whole part")
@@ -100,7 +101,7 @@ class TrainingSpec(JobSpec):
         if self.cuda_graphs and any(no_graphs.values()):
             raise ValueError(f"cuda_graphs: true: {next(why for why, wrong in no_graphs.items() if wrong)}")
         names = [self.backend if attention == "nsa" else attention for attention in self.attention]
-        refuse_idle(self, self.nsa, names, self.precision)
+        refuse_idle(self, self.own_nsa, names, self.precision)
         return self
 
     @model_validator(mode="after")
@@ -130,7 +131,7 @@ class TrainingSpec(JobSpec):
         Raises:
             SpecError: the backend is unknown or cannot run on this machine, or the vocabulary cannot be told here.
         """
-        model = PRESETS[self.preset]
+        model = self.base
         heads = Heads(model.head_dim, model.heads // model.kv_heads)
         reasons = backend_reasons(machine, getattr(torch, self.precision), heads)
         reason = (reasons | {"auto": None}).get(self.backend, "there is no such backend")
@@ -140,16 +141,15 @@ class TrainingSpec(JobSpec):
         return [self._point(machine, attention, reasons) for attention in self.attention]
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
-        base, backend = PRESETS[self.preset], self.backend
+        backend = self.backend
         micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
         exchange = (self.parallel, self.gradient_compression, self.bucket_mb)
         if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
             backend = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
         model = replace(
-            base,
-            vocab_size=self.data.vocabulary() or base.vocab_size,
+            self.base,
+            vocab_size=self._vocabulary(),
             attention=attention,
-            nsa=self.nsa or base.nsa,
             backend=backend if attention == "nsa" else "auto",
             checkpointing=self.checkpointing,
         )
@@ -166,19 +166,28 @@ class TrainingSpec(JobSpec):
             **{name: getattr(self, name) for name in fields},
             **self.case_fields(),
         )
-        needed = case.estimate()
+        needed = case.predicted_bytes()
         # On a CPU the ranks share the host's memory.
-        together = needed if needed is None or machine.device == "cuda" else self.ranks * needed
+        together = case.least_bytes(1 if machine.device == "cuda" else self.ranks)
         ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
         settings = f"{' compiled' if self.compile else ''}{' graphs' if self.cuda_graphs else ''}{ranks}"
         return Point(
             kind=self.kind,
-            label=f"{attention} {self.preset} S={self.seq_len}{settings}",
+            label=f"{attention} {self.model_name} S={self.seq_len}{settings}",
             case=case,
             axes=case.axes(more=mode_of(case.model_dump())),
             estimate_bytes=needed,
             skip_reason=does_not_fit(together, self, machine, "shorten seq_len, lower batch or turn checkpointing on"),
         )
+
+    def _vocabulary(self) -> int:
+        """The model's, which has room for the text's. Raises SpecError."""
+        needed, given = self.data.vocabulary(), None if self.model is None else self.model.vocab_size
+        if given is not None and given < (needed or BYTES):
+            raise SpecError(
+                f"model.vocab_size: {given}: the text has {needed or BYTES} tokens; use so many, or leave it out"
+            )
+        return given or needed or self.base.vocab_size
 
     def case_fields(self) -> Mapping[str, Any]:
         """Fields of the points' case that a kind adds or replaces."""

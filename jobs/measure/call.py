@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
 from jobs.specs.fields import HeadsSpec
 from jobs.specs.spec import JobSpec
 from nsa_core.functional import BRANCHES
+from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import ModelConfig
 from nsa_core.routes import Branch, route_of
 
@@ -36,12 +37,14 @@ Place = tuple[str, str, int, int]
 class ModelCase(Case):
     """One pass over a batch of sequences, of a model or of attention alone."""
 
+    AUTOCAST: ClassVar[bool] = False  # whether weights are float32, and `dtype` is that of autocast
+
     workload: Literal["attention", "model"] = "model"
     implementation: str  # a backend of the sparse operator, or a kind of dense attention
     pass_: str  # "forward", "forward+backward", "train" (with the optimizer's step) or "decode"
     seq_len: int  # tokens in a sequence
     batch: int  # sequences
-    dtype: str  # of a `ModelPass` that of autocast, as its weights stay float32
+    dtype: str
     device: Device
     seed: int
     threads: int | None  # of PyTorch on the CPU; None: its default
@@ -75,6 +78,11 @@ class ModelCase(Case):
         return HeadsSpec(query_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
 
     @property
+    def pass_batch(self) -> int:
+        """Sequences of one pass of one process."""
+        return self.batch
+
+    @property
     def tokens(self) -> int:
         """Tokens of a call."""
         return self.batch * self.seq_len
@@ -86,6 +94,24 @@ class ModelCase(Case):
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
+
+    def estimate(self) -> MemoryEstimate | None:
+        """Memory that nsa_core.memory predicts; None if it has no prediction for the implementation."""
+        if not predicts(self.implementation):
+            return None
+        common: dict[str, Any] = {"implementation": self.implementation, "batch": self.pass_batch}
+        common |= {"seq_len": self.seq_len, "backward": self.backward, "device": self.torch_device}
+        if self.workload == "attention":
+            return estimate_attention(self.model.nsa, dtype=self.torch_dtype, **self.shape.model_dump(), **common)
+        if self.AUTOCAST:
+            common["autocast"] = None if self.dtype == "float32" else self.torch_dtype
+        optimizer = "adamw" if self.pass_ == "train" else None
+        weights = torch.float32 if self.AUTOCAST else self.torch_dtype
+        return estimate_model(self.model, dtype=weights, optimizer=optimizer, **common)
+
+    def predicted_bytes(self) -> int | None:
+        """Predicted peak memory of a process; None without a prediction."""
+        return None if (estimate := self.estimate()) is None else estimate.total
 
     def check(self) -> Agreement:
         """Compare the attention with the oracle. Raises WrongResult."""

@@ -16,11 +16,10 @@ from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
 from jobs.specs import fit
-from jobs.specs.fields import NSA, Count, Lengths, Preset, Unique, names_among
+from jobs.specs.fields import Batch, Lengths, OrDense, Unique
+from jobs.specs.model import ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
-from jobs.specs.spec import JobSpec
-from nsa_core.memory import MemoryEstimate, estimate_model, predicts
-from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+from nsa_core.model import ModelConfig, NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]
 
@@ -28,19 +27,7 @@ Pass = Literal["forward", "forward+backward", "train"]
 class PassCase(ModelCase):
     """A pass of a model with float32 weights; a `dtype` of bfloat16 means autocast."""
 
-    def estimate(self) -> MemoryEstimate:
-        """Memory that nsa_core.memory predicts. Raises InputError if it cannot."""
-        return estimate_model(
-            self.model,
-            implementation=self.implementation,
-            batch=self.batch,
-            seq_len=self.seq_len,
-            dtype=torch.float32,
-            backward=self.backward,
-            optimizer="adamw" if self.pass_ == "train" else None,
-            device=self.torch_device,
-            autocast=None if self.dtype == "float32" else self.torch_dtype,
-        )
+    AUTOCAST = True
 
     def check(self) -> Agreement:
         """Compare a small form of the model with the oracle. Raises WrongResult."""
@@ -48,39 +35,36 @@ class PassCase(ModelCase):
         return check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
 
 
-class PresetSpec(JobSpec):
-    """The model of a preset under several implementations."""
+class ImplementationsSpec(ModelledSpec):
+    """A model under several implementations."""
 
-    preset: Preset
-    implementations: Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", "dense")]
-    nsa: NSA | None = Field(default=None, description="None: the preset's")
+    implementations: OrDense
     precision: Literal["float32", "bfloat16"] = Field(default="float32", description="bfloat16: autocast; weights stay")
 
     @model_validator(mode="after")
     def _check_effect(self) -> Self:
-        refuse_idle(self, self.nsa, self.implementations, self.precision)
+        refuse_idle(self, self.own_nsa, self.implementations, self.precision)
         return self
 
-    def model(self, implementation: str, **changes: Any) -> ModelConfig:
+    def configured(self, implementation: str, **changes: Any) -> ModelConfig:
         """The model with an implementation's attention, and other changes."""
         dense = implementation == "dense"
         attention = {"attention": "dense" if dense else "nsa", "backend": "auto" if dense else implementation}
-        base = PRESETS[self.preset]
-        return replace(base, nsa=self.nsa or base.nsa, **attention, **changes)
+        return replace(self.base, **attention, **changes)
 
     def refuse_unusable(self, machine: Machine) -> None:
         """Raise SpecError if an implementation cannot run on the machine."""
-        fit.refuse_unusable(self.implementations, machine, self.precision, PRESETS[self.preset], ("dense",))
+        fit.refuse_unusable(self.implementations, machine, self.precision, self.base, ("dense",))
 
 
-class PassSpec(PresetSpec):
+class PassSpec(ImplementationsSpec):
     """Lengths x passes x implementations of one model."""
 
     passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(
         default=["forward", "forward+backward", "train"], description="train: with AdamW's state and step"
     )
     lengths: Lengths
-    batch: Count = 1
+    batch: Batch = 1
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
 
     @model_validator(mode="after")
@@ -99,10 +83,10 @@ class PassSpec(PresetSpec):
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
             place, model = (
                 (implementation, pass_, seq_len, self.batch),
-                self.model(implementation, checkpointing=self.checkpointing),
+                self.configured(implementation, checkpointing=self.checkpointing),
             )
             case = case_type.of(self, machine, place, dtype=self.precision, model=model, **own)
-            needed = case.estimate().total if predicts(implementation) else None
+            needed = case.predicted_bytes()
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
             skip = fit.does_not_fit(needed, self, machine, advice)

@@ -23,21 +23,21 @@ from jobs.specs.fields import (
     MOST,
     NSA,
     BareNSA,
-    Count,
+    Batch,
     DType,
     HeadsSpec,
     Large,
     Lengths,
     Passes,
-    Preset,
     Unique,
 )
 from jobs.specs.fit import does_not_fit, refuse_unusable
+from jobs.specs.model import ModelledSpec
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
-from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
-from nsa_core.model import PRESETS, ModelConfig, NSATransformer
+from nsa_core.memory import MemoryEstimate
+from nsa_core.model import ModelConfig, NSATransformer
 
 # Quantities of `measure_operator`.
 OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *ROWS)
@@ -47,16 +47,6 @@ class OperatorCase(ModelCase):
     """The operator or a whole model; `timing` limits the time measurement."""
 
     timing: TimingSpec
-
-    def estimate(self) -> MemoryEstimate | None:
-        """Memory predicted by nsa_core.memory; None if it has no prediction for the implementation."""
-        if not predicts(self.implementation):
-            return None
-        common: dict[str, Any] = {"implementation": self.implementation, "batch": self.batch, "seq_len": self.seq_len}
-        common |= {"dtype": self.torch_dtype, "backward": self.backward, "device": self.torch_device}
-        if self.workload == "model":
-            return estimate_model(self.model, optimizer=None, **common)
-        return estimate_attention(self.model.nsa, **self.shape.model_dump(), **common)
 
     def check(self) -> Agreement:
         """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
@@ -157,32 +147,29 @@ class SweepSpec(JobSpec):
     timing: TimingSpec = TimingSpec()
 
 
-class WorkloadSpec(SweepSpec):
+class WorkloadSpec(ModelledSpec, SweepSpec):
     """Attention alone, of a preset's heads or of given ones, or a whole model."""
 
-    workload: Literal["attention", "model"] = "attention"
-    batch: Count = 1
-    preset: Preset | None = None
+    workload: Literal["attention", "model"] = Field(
+        default="attention", description="attention alone, or a whole model"
+    )
+    batch: Batch = 1
     shape: HeadsSpec | None = None
-    nsa: NSA | None = Field(default=None, description="None: the preset's, or the defaults")
+    nsa: NSA | None = Field(default=None, description="None: the model's, or the defaults")
 
     @model_validator(mode="after")
     def _check_workload(self) -> Self:
-        if self.preset is not None and self.shape is not None:
-            raise ValueError(f"preset: {self.preset!r}: shape is given as well; keep one of the two")
-        if self.nsa is not None and self.nsa.compress != "mean" and self.workload == "attention":
-            fix = "is learned by a layer; use mean, or workload: model"
-            raise ValueError(f"nsa.compress: {self.nsa.compress!r}: {fix}")
+        nsa = self.own_nsa
+        if nsa is not None and nsa.compress != "mean" and self.workload == "attention":
+            raise ValueError(f"nsa.compress: {nsa.compress!r}: is learned by a layer; use mean, or workload: model")
         return self
 
     def model_of(self, layers: int | None) -> ModelConfig:
-        """The model, or the model whose attention is measured: of a preset, or bare with the shape's heads."""
-        if self.preset is not None:
-            base = PRESETS[self.preset]
-        else:
-            assert self.shape is not None
-            base = bare_model(self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim)
-        return replace(base, layers=layers or base.layers, nsa=self.nsa or base.nsa)
+        """The model, or the one whose attention is measured; bare with the shape's heads."""
+        if self.shape is None:
+            return replace(self.base, layers=layers or self.base.layers)
+        shape = self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim
+        return bare_model(*shape, layers or 1, nsa=self.nsa or NSAConfig())
 
 
 @dataclass(frozen=True)
@@ -203,8 +190,7 @@ class Sweep:
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
             case = self.case_of(*coordinates)
-            estimate = case.estimate()
-            needed = None if estimate is None else estimate.total
+            needed = case.predicted_bytes()
             skip = does_not_fit(needed, self.spec, self.machine, "shorten lengths or use chunked")
             points.append(self.point(case, estimate_bytes=needed, skip_reason=skip))
         return points

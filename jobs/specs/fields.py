@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -12,35 +12,28 @@ from jobs.specs.spec import Strict
 from jobs.specs.validation import each_once
 from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names, dense
-from nsa_core.model import PRESETS
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Annotated[Literal["float32", "bfloat16", "float16"], Field(description="of the operands")]
 
 
 def _nsa(value: Any) -> Any:
     """NSAConfig from a mapping, with an error that names the field, its value and the fix."""
-    known = [field.name for field in fields(NSAConfig)]
+    refuse_unknown(value, [field.name for field in fields(NSAConfig)])
+    return NSAConfig(**value) if isinstance(value, Mapping) else value
+
+
+def refuse_unknown(value: Any, known: Collection[str]) -> Any:
+    """The value; of a mapping with other keys the error that names the known ones."""
     for key in value if isinstance(value, Mapping) else ():
         if key not in known:
             raise ValueError(f"{key}: unknown key (value {value[key]!r}); use {', '.join(known)}")
-    return NSAConfig(**value) if isinstance(value, Mapping) else value
+    return value
 
 
 def _without_a_layer(nsa: NSAConfig) -> NSAConfig:
     if nsa.compress != "mean":
         raise ValueError(f"compress: {nsa.compress!r}: is learned by a layer; use mean")
     return nsa
-
-
-def preset_among(presets: Iterable[str]) -> AfterValidator:
-    """Check of a preset's name."""
-
-    def check(name: str) -> str:
-        if name not in presets:
-            raise ValueError(f"there is no such preset; use one of {', '.join(presets)}")
-        return name
-
-    return AfterValidator(check)
 
 
 # Implementations that are dense attention, and dense_attention's backend: the fastest kernel available, or one by name.
@@ -56,7 +49,6 @@ def computes(backend: str, branch: str) -> bool:
 
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
-Preset = Annotated[str, preset_among(PRESETS)]
 Unique = AfterValidator(each_once)
 
 
@@ -75,23 +67,41 @@ def names_among(what: str, *more: str, known: Callable[[], Iterable[str]] = back
 # Bounds far beyond any machine, so that a typing mistake is refused at once.
 MOST = 2**20
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Batch = Annotated[Count, Field(description="sequences of a pass")]
 Layers = Annotated[int, Field(ge=1, le=2**12)]
 Length = Annotated[int, Field(ge=1, le=2**27)]  # tokens of a sequence
 Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 
 Pass = Literal["forward", "forward+backward"]
-Implementations = Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *DENSE_KERNELS)]
-Backends = Annotated[list[str], Field(min_length=1), Unique, names_among("implementation", *WINDOW_ALONE)]  # of NSA
-Passes = Annotated[list[Pass], Field(min_length=1), Unique]
-Lengths = Annotated[list[Length], Field(min_length=1), Unique]
+_OF_NSA = f"of NSA: {', '.join(BACKENDS)}, or one of another distribution"
+Implementations = Annotated[
+    list[str],
+    Field(min_length=1, description=f"{_OF_NSA}; dense attention: {', '.join(DENSE_KERNELS)}"),
+    Unique,
+    names_among("implementation", *DENSE_KERNELS),
+]
+Backends = Annotated[
+    list[str],
+    Field(min_length=1, description=f"{_OF_NSA}; of the window alone: {', '.join(WINDOW_ALONE)}"),
+    Unique,
+    names_among("implementation", *WINDOW_ALONE),
+]
+OrDense = Annotated[
+    list[str],
+    Field(min_length=1, description=f"{_OF_NSA}; dense"),
+    Unique,
+    names_among("implementation", "dense"),
+]
+Passes = Annotated[list[Pass], Field(min_length=1, description="each is measured"), Unique]
+Lengths = Annotated[list[Length], Field(min_length=1, description="tokens of a sequence"), Unique]
 
 
 class HeadsSpec(Strict):
     """Heads of the attention."""
 
     query_heads: Count
-    kv_heads: Count
-    head_dim: Count
+    kv_heads: Count = Field(description="a divisor of query_heads")
+    head_dim: Count = Field(description="even")
 
     @model_validator(mode="after")
     def _check_room(self) -> HeadsSpec:

@@ -79,6 +79,7 @@ def refuse_idle(
             reason = "a decoding step has none"
         else:
             reason = "only Triton's kernels pack them, on a GPU in bfloat16"
-    field = f"nsa.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else "nsa: the defaults"
+    section = "nsa" if getattr(spec, "nsa", None) is nsa else "model.nsa"
+    field = f"{section}.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else f"{section}: the defaults"
     others = f", {', '.join(idle[1:])} as well" if idle[1:] else ""
     raise ValueError(f"{field}: {reason}; leave it out{others}{otherwise and f', or {otherwise}'}")

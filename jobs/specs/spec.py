@@ -136,8 +136,10 @@ class JobSpec(Strict):
     """Fields that every kind has."""
 
     kind: str
-    name: str = Field(min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    name: str = Field(
+        min_length=1, max_length=80, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="of the run, in lists"
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="of weights, inputs and the order of the text")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where the cluster has a GPU")
     memory_gib: float | None = Field(
         default=None, gt=0, description="most that a point may use; None: what the device has"

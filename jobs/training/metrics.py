@@ -73,7 +73,7 @@ def measurement(case: TextCase, reports: Sequence[RankReport]) -> Measurement:
 
 def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankReport) -> list[Metric]:
     """Metrics of every training: energy, held-out losses, memory of the worst rank, checkpoints, agreement."""
-    run, peak, expected = reports[0].run, worst.peak, case.estimate()
+    run, peak, expected = reports[0].run, worst.peak, case.predicted_bytes()
     heldout = f"mean cross entropy over fixed batches of held-out {'documents' if case.data.tokenized else 'files'}"
     metrics = [
         *energy_per_token([report.energy for report in reports]),
@@ -87,7 +87,7 @@ def common_metrics(case: TextCase, reports: Sequence[RankReport], worst: RankRep
         places = ", ".join(map(str, found.cuts))
         method = f"of the {NEAR} positions before the changed tokens; samples: all from position {places} on"
         metrics.append(Metric.of(FORESIGHT, max(map(abs, found.changes)), found.changes, method))
-    if expected is not None:
+    if expected is not None and not case.compile:
         error = 100 * (expected - peak.allocated) / peak.allocated
         metrics.append(Metric.of(ESTIMATE_ERROR, error, method="(predicted - measured) / measured, of peak_memory"))
     if (history := reports[0].checkpoints) is not None:  # of the last attempt

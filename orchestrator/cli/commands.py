@@ -5,6 +5,7 @@ Commands import what they need themselves: with all of it, pandas and SQLAlchemy
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -123,6 +124,14 @@ def _ignore_env(rayignore: Path) -> None:
     except OSError as err:
         line = "add the line .env to it, or `ray job submit --working-dir .` sends .env with its secrets"
         terminal.warn(f"warning: {rayignore}: cannot be written ({err.strerror}); {line}")
+
+
+@app.command()
+def schema(kind: Annotated[str, typer.Argument(metavar="KIND", help="kind of job, e.g. train")]) -> None:
+    """Print the JSON schema of a kind's spec, by which editors complete and check it (docs/specs.md)."""
+    from jobs.specs.kinds import kind_module
+
+    say(json.dumps(kind_module(kind).Spec.model_json_schema(), indent=2))
 
 
 @app.command()

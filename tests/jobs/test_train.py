@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -119,7 +120,11 @@ def test_a_compiled_training_is_one_graph_and_records_it(text: Path, monkeypatch
     losses, eagerly = (next(m.samples for m in each.metrics if m.name == "loss") for each in (result, expected))
     trains_alike(losses, eagerly)
     assert "compiled" in spec.points(CPU)[0].label
-    assert spec.points(CPU)[0].estimate_bytes is None, "what a compiler keeps is not predicted"
+    bound, needed = spec.points(CPU)[0].estimate_bytes, eager.points(CPU)[0].estimate_bytes
+    assert bound == needed, "what a compiler saves is not predicted"
+    assert needed
+    barely = replace(CPU, memory_bytes=int(0.8 * needed))
+    assert [each.points(barely)[0].skip_reason is None for each in (spec, eager)] == [True, False]
     assert "estimate_error" not in values_of(result)
 
 
