@@ -78,11 +78,6 @@ class ModelCase(Case):
         return HeadsSpec(query_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
 
     @property
-    def pass_batch(self) -> int:
-        """Sequences of one pass of one process."""
-        return self.batch
-
-    @property
     def tokens(self) -> int:
         """Tokens of a call."""
         return self.batch * self.seq_len
@@ -95,11 +90,14 @@ class ModelCase(Case):
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
-    def estimate(self) -> MemoryEstimate | None:
-        """Memory that nsa_core.memory predicts; None if it has no prediction for the implementation."""
+    def estimate(self, batch: int | None = None) -> MemoryEstimate | None:
+        """Memory that nsa_core.memory predicts; None if it has no prediction for the implementation.
+
+        `batch` are the sequences of one pass of one process; None: all.
+        """
         if not predicts(self.implementation):
             return None
-        common: dict[str, Any] = {"implementation": self.implementation, "batch": self.pass_batch}
+        common: dict[str, Any] = {"implementation": self.implementation, "batch": batch or self.batch}
         common |= {"seq_len": self.seq_len, "backward": self.backward, "device": self.torch_device}
         if self.workload == "attention":
             return estimate_attention(self.model.nsa, dtype=self.torch_dtype, **self.shape.model_dump(), **common)

@@ -158,20 +158,12 @@ def check_operator(
         check_choice(operator, config, make_inputs(small, 1, length, dtype, device, seed, False))
         blocks = operator.choose(inputs)
     wide = {name: x.detach().double().requires_grad_(backward) for name, x in inputs.items()}
-    sides = []
-    for leaves, call in (
-        (inputs, operator.attend),
-        (inputs, partial(_attend_by, BACKENDS["naive"], operator, blocks)),
-        (wide, partial(_attend_by, BACKENDS["reference"], operator, blocks)),
-    ):
-        sides.append(_results("output", partial(call, leaves), leaves if backward else {}))
-    got, eager, truth = sides
+    leaves, what = inputs if backward else {}, (operator.computes, operator.branches, blocks)
+    truth = _results("output", lambda: attend_by(BACKENDS["reference"], wide, *what), wide if backward else {})
+    eager = _results("output", lambda: attend_by(BACKENDS["naive"], inputs, *what), leaves)
+    got = _results("output", lambda: operator.attend(inputs), leaves)
     case = f"{_SEQUENCES} sequences, S={seq_len}, {small}"
     return judge(got, eager, truth, dtype, case, operator.name, operator.factor)
-
-
-def _attend_by(backend: Backend, operator: Operator, blocks: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    return attend_by(backend, inputs, operator.computes, operator.branches, blocks)
 
 
 def check_choice(operator: Operator, config: NSAConfig, inputs: Mapping[str, Tensor]) -> None:

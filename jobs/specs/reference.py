@@ -18,6 +18,7 @@ from jobs.specs.spec import JobSpec
 MARK = "<!-- From here on made by `make specs`: edit the fields' descriptions in jobs/ instead. -->"
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
+_TITLE = re.compile("(Spec|Config)$")  # left out of a section's
 _HEADS = "| field | value | default | meaning |\n| --- | --- | --- | --- |"
 _ATTRIBUTE = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
 
@@ -26,7 +27,11 @@ def page() -> str:
     """Markdown: the common fields, a table a kind, and one of each section."""
     own = {name: module.Spec for name, module in sorted(kinds().items()) if module.__name__ == f"jobs.{name}"}
     schemas = {name: spec.model_json_schema() for name, spec in own.items()}
-    sections = {name: section for schema in schemas.values() for name, section in schema.get("$defs", {}).items()}
+    sections = {
+        _TITLE.sub("", name): section
+        for schema in schemas.values()
+        for name, section in schema.get("$defs", {}).items()
+    }
     common = set(JobSpec.model_fields) - {"kind"}
     lines = [
         "## Fields of every kind\n",
@@ -38,13 +43,9 @@ def page() -> str:
         lines += [f"## kind: {name}\n", f"{_about(schema)}\n"]
         lines += [*_table(schema, set(schema["properties"]) - common - {"kind"}, sections), ""]
     for name, schema in sorted(sections.items()):
-        lines += [f"## Section {_title(name)}\n", f"{_about(schema)}\n"]
+        lines += [f"## Section {name}\n", f"{_about(schema)}\n"]
         lines += [*_table(schema, set(schema["properties"]), sections), ""]
     return "\n".join(lines)
-
-
-def _title(section: str) -> str:
-    return section.removesuffix("Spec").removesuffix("Config")
 
 
 def _about(schema: Mapping[str, Any]) -> str:
@@ -58,7 +59,10 @@ def _table(schema: Mapping[str, Any], names: set[str], sections: Mapping[str, An
         if name in names:
             meaning = field.get("description") or attributes.get(name)
             if meaning is None:  # a section's own words
-                meaning = next((_about(sections[ref]) for ref in re.findall(r"\$defs/(\w+)", json.dumps(field))), "")
+                meaning = next(
+                    (_about(sections[_TITLE.sub("", ref)]) for ref in re.findall(r"\$defs/(\w+)", json.dumps(field))),
+                    "",
+                )
             meaning = re.sub(r"\bNone: ", "none: ", meaning)
             cells = name, _value(field), _default(field), meaning
             yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
@@ -67,7 +71,7 @@ def _table(schema: Mapping[str, Any], names: set[str], sections: Mapping[str, An
 def _value(field: Mapping[str, Any]) -> str:
     """What a field takes, in words; null is its default's business."""
     if "$ref" in field:
-        name = _title(field["$ref"].rpartition("/")[2])
+        name = _TITLE.sub("", field["$ref"].rpartition("/")[2])
         return f"section [{name}](#section-{name.lower()})"
     if values := field.get("enum", [field["const"]] if "const" in field else []):
         return ", ".join(f"`{value}`" for value in values if value is not None)
@@ -87,10 +91,6 @@ def _default(field: Mapping[str, Any]) -> str:
     return "its defaults" if isinstance(default, dict) else f"`{json.dumps(default)}`"
 
 
-def main(path: Path) -> None:
-    written = path.read_text().partition(MARK)[0]
-    path.write_text(f"{written}{MARK}\n\n{page()}")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    path = Path(sys.argv[1])
+    path.write_text(f"{path.read_text().partition(MARK)[0]}{MARK}\n\n{page()}")
