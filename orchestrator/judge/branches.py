@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from orchestrator.judge.analysis import series_columns, series_of
-from orchestrator.judge.growth import HOLDS, MIN_LENGTHS, fit_growth
+from orchestrator.judge.growth import HOLDS, MIN_LENGTHS, Growth, fit_growth
 
 STAGE = "stage_"
 _FAR = 4  # times the longest length up to which a crossing is extrapolated
@@ -128,17 +128,33 @@ def _split(shares: list[BranchShares]) -> list[BranchShares]:
 
 
 class Crossing(NamedTuple):
-    """Length from which on the compressed branch costs more than others, infinite if unknown; in words with bounds."""
+    """Length from which on the compressed branch costs more than others, with its bounds; infinite with the reason."""
 
     seq_len: float
     words: str
 
+    @property
+    def when(self) -> str:
+        return f"{'from' if math.isfinite(self.seq_len) else 'at no known length:'} {self.words}"
+
 
 class TakeOver(NamedTuple):
-    """Where the compressed branch of one series takes over, in words."""
+    """Where the compressed branch of one series takes over."""
 
     series: Mapping[str, Any]  # as in `BranchShares`
-    sentence: str
+    compressed: Growth | None  # None with fewer than three lengths, or if not all lengths have both
+    rest: Growth | None  # of all other branches together
+    largest: Crossing  # where it becomes the largest branch
+    equal: Crossing  # where it costs as much as all others together
+
+    @property
+    def sentence(self) -> str:
+        """The growth of both and the two lengths."""
+        both = self.compressed and self.rest
+        grows = f"The compressed branch grows as {self.compressed}, the rest as {self.rest}. " if both else ""
+        return (
+            f"{grows}It is the largest branch {self.largest.when}; it costs as much as all the rest {self.equal.when}."
+        )
 
 
 def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
@@ -146,34 +162,31 @@ def take_overs(shares: Sequence[BranchShares]) -> list[TakeOver]:
     by_series: dict[tuple[Any, ...], list[BranchShares]] = defaultdict(list)
     for one in shares:
         by_series[tuple(one.series.values())].append(one)
-    return [TakeOver(of_series[0].series, _sentence(of_series)) for of_series in by_series.values()]
+    return [_take_over(of_series) for of_series in by_series.values()]
 
 
-def _sentence(shares: Sequence[BranchShares]) -> str:
-    """The growth of the compressed branch and of the rest, and the two lengths at which it takes over, in one series;
-    `shares`: its lengths, ascending."""
+def _take_over(shares: Sequence[BranchShares]) -> TakeOver:
+    """The take-over in one series; `shares`: its lengths, ascending."""
     others = [branch for branch in Branch if branch is not Branch.COMPRESSED]
     lengths = [one.seq_len for one in shares]
     compressed, rest, *single = (
         [one.per_sequence(branches) for one in shares]
         for branches in ([Branch.COMPRESSED], others, *([branch] for branch in others))
     )
-    grows, reason = "", ""
+    reason = ""
     if any(Branch.SHARED in one.milliseconds for one in shares):
         reason = "the compressed branch runs in stages with the window, and these lengths do not tell them apart"
     elif min(compressed) == 0:
         reason = "no stage of the compressed branch was measured at every length"
     elif min(rest) == 0:
         reason = "no other stage was measured at every length"
-    elif (law := fit_growth(lengths, compressed)) and (other := fit_growth(lengths, rest)):
-        grows = f"The compressed branch grows as {law}, the rest as {other}. "
     if reason:
-        largest = equal = Crossing(math.inf, f"at no known length: {reason}")
-    else:
-        equal = _crossing(lengths, compressed, rest)
-        rivals = (_crossing(lengths, compressed, rival) for rival in single if min(rival) > 0)
-        largest = max(rivals, key=lambda crossing: crossing.seq_len)
-    return f"{grows}It is the largest branch {largest.words}; it costs as much as all the rest {equal.words}."
+        unknown = Crossing(math.inf, reason)
+        return TakeOver(shares[0].series, None, None, unknown, unknown)
+    equal = _crossing(lengths, compressed, rest)
+    rivals = (_crossing(lengths, compressed, rival) for rival in single if min(rival) > 0)
+    largest = max(rivals, key=lambda crossing: crossing.seq_len)
+    return TakeOver(shares[0].series, fit_growth(lengths, compressed), fit_growth(lengths, rest), largest, equal)
 
 
 def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[float]) -> Crossing:
@@ -185,13 +198,13 @@ def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[fl
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     below = [index for index, ratio in enumerate(ratios) if ratio < 1]
     if not below:
-        return Crossing(lengths[0], f"from {lengths[0]:,.0f} tokens or fewer (the shortest length measured)")
+        return Crossing(lengths[0], f"{lengths[0]:,.0f} tokens or fewer (the shortest length measured)")
     if (last := below[-1]) < len(lengths) - 1:
         low, high = lengths[last : last + 2]
         part = math.log(1 / ratios[last]) / math.log(ratios[last + 1] / ratios[last])
         seq_len = low * (high / low) ** part
         bounds = f"between the measured {low:,.0f} and {high:,.0f}"
-        return Crossing(seq_len, f"from about {float(f'{seq_len:.2g}'):,.0f} tokens ({bounds})")
+        return Crossing(seq_len, f"about {float(f'{seq_len:.2g}'):,.0f} tokens ({bounds})")
     law, other = fit_growth(lengths, ours), fit_growth(lengths, theirs)
     seq_len = low = high = math.inf
     if law is None or other is None:
@@ -208,7 +221,7 @@ def _crossing(lengths: Sequence[int], ours: Sequence[float], theirs: Sequence[fl
         seq_len, low, high = (longest * 2**more if more < _ENDLESS else math.inf for more in octaves)
         reason = f"it lies beyond {_FAR * longest:,}, {_FAR} times the longest length measured"
     if seq_len > _FAR * longest:
-        return Crossing(math.inf, f"at no known length: {reason}")
+        return Crossing(math.inf, reason)
     length, low, high = (float(f"{each:.2g}") for each in (seq_len, low, high))
     end = f"to {high:,.0f}" if math.isfinite(high) else "or more"
-    return Crossing(seq_len, f"from about {length:,.0f} tokens (extrapolated: {low:,.0f} {end})")
+    return Crossing(seq_len, f"about {length:,.0f} tokens (extrapolated: {low:,.0f} {end})")
