@@ -1,4 +1,4 @@
-"""The operator as a distribution of its own: its wheel runs README's example where only torch is installed."""
+"""The operator as a distribution of its own: its wheel runs the pages' examples where only torch is installed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import nsa_core
@@ -25,7 +26,7 @@ sys.meta_path.insert(0, OnlyTorch())
 """
 
 
-def test_the_wheel_of_the_operator_runs_the_readmes_example(tmp_path: Path) -> None:
+def test_the_wheel_of_the_operator_runs_the_examples(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "nsa_core", tmp_path / "nsa_core", ignore=shutil.ignore_patterns("__pycache__"))
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "dist"]
     subprocess.run([*build, tmp_path / "nsa_core"], check=True, timeout=200)
@@ -36,10 +37,14 @@ def test_the_wheel_of_the_operator_runs_the_readmes_example(tmp_path: Path) -> N
         assert folders == {"nsa_core", f"nsa_core-{nsa_core.__version__}.dist-info"}
         assert "nsa_core/py.typed" in archive.namelist()
         archive.extractall(tmp_path / "installed")
-    [example] = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    program = f"{ALONE}\n{example}\nimport nsa_core\nprint(nsa_core.__file__, tuple(out.shape))"
+    pages = "".join((ROOT / name).read_text() for name in ("docs/operator.md", "README.md"))
+    examples = re.findall(r"```python\n(import torch\n.*?)```", pages, re.DOTALL)
+    assert len(examples) == 5
+    with_transformers = [each for each in examples if "transformers" in each]
+    programs = [[ALONE, *(each for each in examples if each not in with_transformers)]]
+    programs += [with_transformers] if find_spec("transformers") else []
     env = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == [f"{tmp_path}/installed/nsa_core/__init__.py", "(1,", "4096,", "12,", "64)"], (
-        done.stderr
-    )
+    for program in programs:
+        text = "\n".join([*program, "import nsa_core", "print(nsa_core.__file__)"])
+        done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=200)
+        assert done.stdout.splitlines()[-1:] == [f"{tmp_path}/installed/nsa_core/__init__.py"], done.stderr
