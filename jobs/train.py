@@ -22,6 +22,7 @@ from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import Recovery, SpecError
 from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided
+from jobs.training.data.corpus import DataError, held_out
 from jobs.training.data.spec import DataSpec
 from jobs.training.errors import noting_sigterm
 from jobs.training.launch import run_ranks
@@ -124,6 +125,14 @@ class TrainingSpec(ModelledSpec):
     def paths(self) -> Mapping[str, Path]:
         paths = {"data.path": self.data.path, "data.tokenizer_path": self.data.tokenizer_path}
         return {field: path for field, path in paths.items() if path is not None}
+
+    def notes(self) -> Sequence[str]:
+        if any(not path.exists() for path in self.paths().values()):
+            return ()
+        try:
+            return (f"held out: {held_out(self.data, self.seq_len)}",)
+        except DataError as err:
+            raise SpecError(str(err)) from None
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """One point for each kind of attention.

@@ -27,6 +27,7 @@ _SET_BY_US = {
     "PYTHONPATH": "give another interpreter in python",
     "TMPDIR": "remove it",
 }
+_CARD_MEMORY = re.compile(r"-(\d+)G$")  # of an accelerator type
 _READABLE = 60  # characters that a label shows of an environment or an interpreter
 
 
@@ -49,7 +50,9 @@ class Resources(Strict):
         default=None, ge=0, le=2**16, description="GPUs a point needs; None: 1 on a CUDA device, else 0"
     )
     num_cpus: float = Field(default=1, ge=1e-4, le=2**16, description="CPU cores a point needs")
-    accelerator_type: str | None = Field(default=None, description="Ray's accelerator type, e.g. A100, H100, H200")
+    accelerator_type: str | None = Field(
+        default=None, description="Ray's accelerator type, e.g. A100, H100, H200; with its memory: A100-80G, A100-40G"
+    )
     workers: int | None = Field(
         default=None, ge=1, le=2**16, description="points at a time; None: as many as the cluster has room for"
     )
@@ -63,6 +66,24 @@ class Resources(Strict):
         if gpus is not None and 0 < gpus < 1e-4:
             raise ValueError("is a smaller share of a GPU than Ray can give; use at least 0.0001, or 0 for none")
         return gpus
+
+    def misfit(self, machine: Machine) -> str | None:
+        """Why the machine's card is not of the accelerator type that was asked for; None if it may be."""
+        plain, asked = card_of(self.accelerator_type or "")
+        found = machine.memory_bytes / 2**30
+        if asked is None or abs(found - asked) < 0.2 * asked:
+            return None
+        return (
+            f"resources.accelerator_type: {self.accelerator_type!r}: Ray chose {machine.name} with {found:.0f} GiB, "
+            f"which it calls {plain}, too; start nodes that have the other card with "
+            f"--resources='{{\"accelerator_type:{self.accelerator_type}\": 1}}'"
+        )
+
+
+def card_of(accelerator_type: str) -> tuple[str, int | None]:
+    """Type that Ray gives nodes with such cards, and the cards' memory [GiB] if the name has it: A100-80G."""
+    found = _CARD_MEMORY.search(accelerator_type)
+    return _CARD_MEMORY.sub("", accelerator_type), int(found[1]) if found else None
 
 
 class Deadlines(Strict):
@@ -210,6 +231,10 @@ class JobSpec(Strict):
         Asked whenever a point has ended, and again when a run is resumed; the answer depends on nothing else. Points
         whose labels are planned already count once.
         """
+        return ()
+
+    def notes(self) -> Sequence[str]:
+        """Lines that a dry run adds to its points. Raises SpecError, too, for what would end them."""
         return ()
 
     def paths(self) -> Mapping[str, Path]:

@@ -19,7 +19,7 @@ from urllib.request import proxy_bypass
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
-from jobs.specs.spec import SpecError
+from jobs.specs.spec import SpecError, card_of
 from orchestrator.cli import console
 from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
@@ -173,19 +173,22 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
 
     A failed step does not stop the next. Raises SubmissionError: no cluster answers.
     """
-    nodes = cluster_nodes(settings) if any(step.command for step in steps) else []
+    found = cluster_nodes(settings) if any(step.command for step in steps) else []
+    nodes = [
+        (node, {name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)}) for node in found
+    ]
     for step in steps:
         settled = f"{', '.join(step.settles)} on {step.hardware}"
         if step.command is None:
             say(f"no command settles {settled}: {step.lacking}")
         elif not any(
-            node.get("GPU", 0) >= step.gpus and (not step.accelerator or _ACCELERATOR + step.accelerator in node)
-            for node in nodes
+            node.get("GPU", 0) >= step.gpus
+            and (not step.accelerator or {step.accelerator, card_of(step.accelerator)[0]} & types)
+            for node, types in nodes
         ):
-            cards = set()
-            for node in (each for each in nodes if each.get("GPU")):
-                types = sorted(name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR))
-                cards.add(f"{node['GPU']:g}× {' or '.join(types) or 'GPU'}")
+            cards = {
+                f"{node['GPU']:g}× {' or '.join(sorted(types)) or 'GPU'}" for node, types in nodes if node.get("GPU")
+            }
             say(
                 f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
                 f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"

@@ -14,7 +14,7 @@ from typing import Any
 from jobs.process.messages import Cluster
 from jobs.schema.point import Machine
 from jobs.schema.states import PointState
-from jobs.specs.spec import JobSpec
+from jobs.specs.spec import JobSpec, card_of
 from orchestrator import provenance
 from orchestrator.background import in_background, interruptibly
 from orchestrator.errors import ExecutorGone, UserError
@@ -50,6 +50,8 @@ class RayExecutor:
         head = connect(spec, settings)
         self._nodes = interruptibly(_nodes)
         self._type = spec.resources.accelerator_type  # of all points: the requested one, else the one probed
+        if self._type and not any(self._type in _card_types(node) for node in self._nodes.values()):
+            self._type = card_of(self._type)[0]  # Ray does not tell A100 of 40 GB and of 80 GB apart: `probe` does
         gpus = spec.resources.num_gpus
         self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
         self._share.check([*self._nodes.values()])
@@ -97,6 +99,8 @@ class RayExecutor:
             while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                 self._watch.look()
             node, machines = ray.get(answer)
+        if (reason := self._spec.resources.misfit(machines[self._spec.python[0]])) is not None:
+            raise UserError(reason)
         if self._type is None and gpus_per_point(self._spec, machines[self._spec.python[0]]):
             self._type = next(iter(_card_types(self._nodes.get(node, {}))), None)
         return machines

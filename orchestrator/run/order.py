@@ -19,7 +19,7 @@ from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.schema.states import RunState
 from jobs.specs.load import load_spec, parse_spec
-from jobs.specs.spec import JobSpec, SpecError
+from jobs.specs.spec import JobSpec, SpecError, card_of
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError
 from orchestrator.errors import UserError
@@ -34,7 +34,7 @@ from orchestrator.store.engine import parse
 from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
 from orchestrator.terminal import say
 
-_ASSUMED_GPU_BYTES = 80 << 30
+_ASSUMED_GPU_GIB = 80
 _GRACE_S = 30.0  # that a point which keeps checkpoints has to save one before it is killed
 _ODD = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80  # of a spec's name
@@ -133,14 +133,17 @@ def print_points(order: Order) -> None:
     try:
         machine = probe(spec.device)
     except ValueError:
-        machine = Machine("cuda", "GPU", _ASSUMED_GPU_BYTES)
-        note = f" assumed, with {_ASSUMED_GPU_BYTES >> 30} GiB (there is none here)"
+        gib = card_of(spec.resources.accelerator_type or "")[1] or _ASSUMED_GPU_GIB
+        machine = Machine("cuda", "GPU", gib << 30)
+        note = f" assumed, with {gib} GiB (there is none here)"
     points = spec.all_points(dict.fromkeys(spec.python, machine))
     skipped = sum(point.skip_reason is not None for point in points)
     say(f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped")
     for index, point in enumerate(points):
         needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
+    for line in spec.notes():
+        say(line)
     named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
     for field, path in named:
         if not os.path.exists(path):

@@ -16,6 +16,7 @@ from travelling import CPU, travelled, values_of
 
 from jobs.measure.memory import GraphMemory
 from jobs.schema.point import Measurement
+from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training import parallel as parallel_model
 from jobs.training.case import Layout, OptimizerSpec, learning_rate
@@ -156,8 +157,8 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
 ) -> None:
     monkeypatch.setattr("jobs.training.data.corpus._MOST_BYTES", 12_500)
     draw = Random(0)
-    for number in range(10):
-        (tmp_path / f"{number}").write_bytes(draw.randbytes(1000))
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(draw.randbytes(500))
     sides = set()
     for _ in range(10):
         document = draw.randbytes(1500)
@@ -167,12 +168,15 @@ def test_a_copy_that_is_cut_at_the_limit_is_on_the_side_of_the_whole(
     assert sides == {(0, 2), (2, 0)}, "both on one side"
 
 
-def test_a_single_file_keeps_its_end_and_too_little_text_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "one.txt"
-    file.write_text("a" * 900 + "b" * 100)
-    assert set(split_bytes(file, 0.1, 16)[0].tolist()) == {ord("a")}
-    with pytest.raises(ValueError, match=r"data\.path: .*held-out part has 101 bytes, too few for seq_len 128"):
-        split_bytes(file, 0.1, 128)
-    (tmp_path / "copy.txt").write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match=r"held-out part has 0 bytes, .*; give more files that differ, one "):
-        split_bytes(tmp_path, 0.1, 16)
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_files_keep_their_ends_which_a_dry_run_says(tmp_path: Path, count: int) -> None:
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text("a" * 801 + "b" * 200)
+    train, heldout, _ = split_bytes(tmp_path, 0.2, 16)
+    assert set(train.tolist()) == {ord("a")}
+    assert len(heldout) == 201 * count
+    ends = "the end of the file" if count == 1 else "the end of each of 3 files"
+    words = f"held out: {201 * count} of {1002 * count:,} bytes: {ends}"
+    assert _spec(tmp_path, seq_len=64).notes() == (words,)
+    with pytest.raises(SpecError, match=r"^data\.path: .*part has \d+ bytes, too few for seq_len 1024; "):
+        _spec(tmp_path, seq_len=1024).notes()

@@ -16,6 +16,7 @@ from torch import Tensor
 from jobs.training.data.spec import DataSpec
 from nsa_core.loss import IGNORED
 
+FEW = 20  # files, of which chance may hold out none, or all
 _MOST_BYTES = 64 * 2**20  # most bytes to read; a short run learns nothing from more
 
 
@@ -78,7 +79,7 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
 
     Of all files below `path`, or the one file there, or Python's standard library if it is None; each ends with a zero
     byte. Files are held out by their contents alone, so that copies of a file are on the same side, also one that is
-    cut at the limit. If there is only one file, its end is held out.
+    cut at the limit; of fewer than FEW files the end of each is.
 
     Raises:
         DataError: a part is too short for `seq_len`.
@@ -93,7 +94,7 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
             stream.seek(0)
             digest = hashlib.file_digest(stream, "sha256")  # of the whole file
         digest.update(b"\0")
-        if len(files) == 1:
+        if len(files) < FEW:
             split = int(len(content) * (1 - share))
             train += content[:split]
             heldout += content[split:]
@@ -107,11 +108,30 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
     for part, content in (("training", train), ("held-out", heldout)):
         if len(content) <= seq_len + 1:
             problem = f"its {part} part has {len(content)} bytes, too few for seq_len {seq_len}"
-            fix = "give more files that differ, one alone, of which the end is held out, or shorten seq_len"
+            fix = "give more text, another share in data.heldout, or shorten seq_len"
             raise DataError(f"data.path: {str(root)!r}: {problem}; {fix}")
     about: dict[str, Any] = {"files": count, "train_bytes": len(train), "heldout_bytes": len(heldout)}
     about["sha256"] = hashlib.sha256(train + heldout).hexdigest()
     return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(heldout, dtype=torch.uint8), about
+
+
+def held_out(spec: DataSpec, seq_len: int) -> str:
+    """What is held out of a text, in words. Raises DataError if a part is too short for `seq_len`."""
+    share = f"{spec.heldout:.3g} of"
+    if spec.tokenized:
+        few = spec.path is not None and few_texts(spec.path)
+        return f"{share} each file, its end" if few else f"{share} the documents, by their contents"
+    _, _, about = split_bytes(spec.path, spec.heldout, seq_len)
+    files = about["files"]
+    how = "the end of the file" if files == 1 else f"the end of each of {files} files"
+    how = how if files < FEW else "whole files, by their contents"
+    return f"{about['heldout_bytes']:,} of {about['train_bytes'] + about['heldout_bytes']:,} bytes: {how}"
+
+
+def few_texts(path: Path) -> bool:
+    """Whether documents are split themselves: so few files, each a document, that all may fall on one side."""
+    files = files_below(path, "*")
+    return len(files) < FEW and all(Path(file.name.removesuffix(".gz")).suffix == ".txt" for file in files)
 
 
 def is_heldout(sha256: bytes, share: float) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat
-from jobs.training.data.corpus import Batches, Corpus, DataError, files_below, is_heldout, spread_windows
+from jobs.training.data.corpus import Batches, Corpus, DataError, few_texts, files_below, is_heldout, spread_windows
 from jobs.training.data.spec import TOKENIZER_FIX, DataSpec, missing_extra, tokenizer_file
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
@@ -163,8 +163,9 @@ def heldout_texts(dataset: Any, spec: DataSpec, beat: Beat) -> Iterator[str]:
 
 
 def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, bool]]:
-    """Each document's text, and whether it is held out, by content; "" for one without text."""
-    field = spec.text_field
+    """Each document's text, and whether it is held out, by content; "" for one without text. Of few files, each a
+    document, both parts."""
+    field, few = spec.text_field, spec.path is not None and few_texts(spec.path)
     with _reading(spec):
         for document in dataset:
             if field not in document:
@@ -174,6 +175,10 @@ def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, bool]]:
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"data.text_field: {field!r}: is {kind} in a document; name a field of text")
+            if few:
+                split = int(len(text) * (1 - spec.heldout))
+                yield from ((text[:split], False), (text[split:], True))
+                continue
             yield text, is_heldout(hashlib.sha256(text.encode()).digest(), spec.heldout)
 
 

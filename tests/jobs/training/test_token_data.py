@@ -19,7 +19,7 @@ from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.saving import packed
-from jobs.training.data.corpus import Corpus, DataError
+from jobs.training.data.corpus import Corpus, DataError, held_out
 from jobs.training.data.spec import DataSpec
 from jobs.training.data.token_corpus import heldout_texts, load_tokens, open_dataset, read, shuffled
 from nsa_core.model import ModelConfig, NSATransformer
@@ -183,6 +183,15 @@ def test_every_epoch_has_each_document_once_in_an_order_of_its_own_that_the_seed
     assert first != second
     assert order(1, 0) == first
     assert order(2, 0) != first
+
+
+def test_few_texts_keep_their_ends(tmp_path: Path, tokenizer: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a" * 90 + str(number) * 10)
+    spec = DataSpec.model_validate(_data(tmp_path, tokenizer) | {"heldout": 0.1})
+    assert sorted(_heldout(spec)) == [str(number) * 10 for number in range(3)]
+    assert {text for text, held in read(open_dataset(spec), spec) if not held} == {"a" * 90}
+    assert held_out(spec, 8) == "0.1 of each file, its end"
 
 
 # Hub

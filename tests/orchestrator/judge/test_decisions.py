@@ -42,7 +42,7 @@ def test_a_fresh_database_names_the_command_for_each_rule():
         assert rule.step is not None
         assert rule.step.command is not None
         assert rule.step.command.startswith("nsa submit jobs/configs/")
-        assert rule.step.command.endswith(" --set resources.accelerator_type=A100")
+        assert rule.step.command.endswith(" --set resources.accelerator_type=A100-80G")
         assert rule.step.price == 1.8
         assert rule.step.command in rule.reason
         assert rule.step.gpus == 1
@@ -55,7 +55,7 @@ def test_steps_are_merged_by_command_with_those_without_one_last():
         "Not yet: nothing measured on 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100, 1× H200 or 2× H200."
     ]
     first, *_ = decision.steps
-    assert first.command == f"{SCALING}A100"
+    assert first.command == f"{SCALING}A100-80G"
     assert first.hardware == "1× A100 80 GB, 2× A100 80 GB"
     assert first.settles == ("correctness", "memory-exponent", "no-failures")
     commands = [step.command for step in decision.steps if step.command]
@@ -70,7 +70,7 @@ def test_a_soak_takes_the_minutes_that_it_asks_for_on_any_card():
     steps = {step.command: step for step in fresh()["m7c-125m"].steps}
     soak = "nsa submit jobs/configs/soak_m7c.yaml --set seq_len=2048 --set batch=2 --set checkpoints.every=1000"
     several = " --set ranks=2 --set parallel=replicate"
-    for settings in (" --set resources.accelerator_type=A100", f"{several} --set resources.accelerator_type=H200"):
+    for settings in (" --set resources.accelerator_type=A100-80G", f"{several} --set resources.accelerator_type=H200"):
         step = steps[soak + settings]
         assert (step.minutes, step.basis) == (30, "the minutes of the spec, without start-up")
         assert {each.partition("-")[0] for each in step.settles} == {"soak"}
@@ -78,7 +78,7 @@ def test_a_soak_takes_the_minutes_that_it_asks_for_on_any_card():
 
 def test_a_predicted_duration_is_scaled_from_another_card():
     steps = {step.command: step for step in fresh()["linear-scaling"].steps}
-    ours, theirs = steps[f"{SCALING}H200"], steps[f"{SCALING}A100"]
+    ours, theirs = steps[f"{SCALING}H200"], steps[f"{SCALING}A100-80G"]
     assert ours.minutes is not None
     assert theirs.minutes == pytest.approx(ours.minutes * 989.4 / 312)
     assert "scaled by published bf16 peaks (989 to 312 TFLOP/s)" in theirs.basis
@@ -95,7 +95,7 @@ def test_a_run_on_the_card_precedes_published_durations(sqlite_store: Store, swe
         sqlite_store.apply_many([records[0].model_copy(update={"name": "scaling-m7c"}), *records[1:]])
         gates = load_gates().only("m7c-125m")
         (decision,) = decisions(gates, evaluate(sqlite_store, gates))
-        return next(step for step in decision.steps if step.command == f"{SCALING}A100")
+        return next(step for step in decision.steps if step.command == f"{SCALING}A100-80G")
 
     assert "scaled" in minutes("small", 3).basis  # its few points are another amount of work
     assert "scaled" in minutes("broken", 128, PointState.CRASH).basis  # it ended before its work was done

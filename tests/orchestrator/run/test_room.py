@@ -77,3 +77,13 @@ def test_what_a_cluster_lacks_is_told(share: Share, message: str) -> None:
 def test_ranks_on_a_cluster_have_the_interpreter_of_its_workers() -> None:
     with pytest.raises(UserError, match=r"^python: '/opt/other/bin/python': on a cluster, ranks run under"):
         RayExecutor(_spec(ranks=2, python=[None, "/opt/other/bin/python"]), Settings())
+
+
+@pytest.mark.parametrize(("asked", "fits"), [("A100-80G", False), ("A100-40G", True), ("A100", True), (None, True)])
+def test_a_card_of_another_size_is_not_the_one_that_was_asked_for(asked: str | None, fits: bool) -> None:
+    reason = _spec(resources={"accelerator_type": asked}).resources.misfit(
+        Machine("cuda", "NVIDIA A100-SXM4-40GB", 40_960 << 20)
+    )
+    assert (reason is None) == fits
+    if reason:
+        assert "Ray chose NVIDIA A100-SXM4-40GB with 40 GiB, which it calls A100, too; start nodes" in reason
