@@ -106,7 +106,7 @@ def connect(spec: JobSpec, settings: Settings) -> str:
     if address and address.startswith("ray://"):
         raise UserError(f"{mistake} is a Ray Client address; give host:port (6379) of the head")
     if address is None or not listens(address):
-        raise UserError(f"{mistake} no Ray cluster answers; start one (nsa up) or measure without one (--local)")
+        raise UserError(f"{mistake} no Ray cluster answers; start one (nsa up), name yours (HOST:PORT) or use --local")
     if not answers(address):
         raise UserError(
             f"{mistake} takes connections, but answers nothing: no Ray cluster, or its head hangs; correct it, restart "

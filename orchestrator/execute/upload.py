@@ -27,10 +27,10 @@ class Upload:
 
     def write(self, package: Path) -> int:
         """Write the zip file that Ray unpacks. Returns its size in bytes. Raises UserError: a file cannot be read."""
-        with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, source in sorted(self.files.items()):
-                try:
-                    archive.write(source, name)
+                try:  # without times and modes: Ray keeps equal packages once
+                    archive.writestr(zipfile.ZipInfo(name), source.read_bytes(), zipfile.ZIP_DEFLATED)
                 except (OSError, UnicodeError) as err:  # also of a name that is not UTF-8
                     raise UserError(f"upload: {str(source)!r}: cannot be sent ({err}); mend or rename it") from None
         return package.stat().st_size

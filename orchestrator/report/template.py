@@ -33,7 +33,7 @@ from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import Facts, ReportError, growth_chart, write_file
+from orchestrator.report.write import Facts, OutputError, ReportError, growth_chart, write_file
 from orchestrator.settings import example_spec, load_settings
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import to_csv, to_json
@@ -119,6 +119,8 @@ def _render(
     environment.globals |= {"spec": partial(Spec, evidence), "benches": partial(bench.collect, evidence.store)}
     try:
         rendered = environment.get_template(name).render(about)
+    except OutputError:
+        raise
     except Exception as err:  # whatever a template does wrong
         place, message = folder / name, in_a_line(err)
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if frame.filename.endswith(SUFFIX)]

@@ -37,12 +37,16 @@ class ReportError(UserError):
     """The report cannot be written; the message names field, value and fix."""
 
 
+class OutputError(ReportError):
+    """A file of the report cannot be written."""
+
+
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a report. Raises ReportError."""
+    """Write a file of a report. Raises OutputError."""
     try:
         write_output(path, content)
     except OSError as err:
-        raise ReportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+        raise OutputError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
 
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:

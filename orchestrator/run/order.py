@@ -101,6 +101,10 @@ def read_order(argv: Sequence[str] | None) -> Order:
             own_gates(settings.gates)  # the verdict at the end must not fail on them
     with noting():
         spec = load_spec(args.spec, args.set) if args.spec else None
+        for field, path in spec.paths().items() if spec else ():  # absolute ones are looked for on the nodes
+            if not (path.is_absolute() or os.path.exists(path)):
+                fix = "give an existing one, or an absolute path on the nodes"
+                mistakes.append(f"{field}: {str(path)!r}: there is no such file in {Path.cwd()}; {fix}")
     if settings and args.resume:
         with noting():
             begun = plan.begun(args.resume, settings.artifacts_dir)

@@ -142,7 +142,8 @@ class Scheduler:
         self.failures += fails(assignment.point, state)
         records, assignments = self._plan.after(assignment.point, outcome)
         self._queue.extend(assignments)
-        self._write(records)
+        if records:  # each write is synced
+            self._write(records)
 
     def _cancel(self, reason: str) -> None:
         """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""

@@ -75,6 +75,14 @@ def test_from_a_checkout_the_sources_are_sent_with_their_data_and_give_the_same_
     assert not list((tmp_path / "unpacked").rglob("*.pyc"))
 
 
+def test_equal_files_are_one_package_to_ray(train: Train, here: Path) -> None:
+    found = train("corpus")
+    found.write(here / "first.zip")
+    os.utime(here / "corpus" / "a.txt", (1e9, 1e9))
+    found.write(here / "second.zip")
+    assert (here / "first.zip").read_bytes() == (here / "second.zip").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("spec", "name"),
     [("sub/one.yaml", "sub/one.yaml"), ("../other/two.yaml", "two.yaml"), ("{absolute}/other/two.yaml", "two.yaml")],

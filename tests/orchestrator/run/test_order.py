@@ -21,6 +21,7 @@ TRAIN = "kind: train\nname: t\ndevice: cpu\nseq_len: 32\nsteps: 5\noptimizer: {{
         (None, {}, ["spec: "]),
         ({}, {"NSA_DATABASE_URL": "mysql://x/y"}, ["NSA_DATABASE_URL"]),
         ("kind: nonsense\n", {"NSA_DATABASE_URL": "sqlite://"}, ["NSA_DATABASE_URL", "kind"]),
+        (TRAIN.format("missing"), {"NSA_DATABASE_URL": "sqlite://"}, ["NSA_DATABASE_URL", "data.path: 'missing'"]),
         ({}, {"NSA_DASHBOARD_PORT": "x"}, ["NSA_DASHBOARD_PORT"]),
         ({}, {"NSA_GATES": "missing.yaml"}, ["gates: 'missing.yaml'"]),
     ],
