@@ -16,7 +16,6 @@ from torch import Tensor
 
 from jobs.measure.memory import measure_peak
 from nsa_core import NSAConfig, dense_attention, memory, nsa_attention
-from nsa_core.backends import chunked
 from nsa_core.backends.triton import triton_problem
 from nsa_core.errors import InputError
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
@@ -182,22 +181,6 @@ def test_what_is_not_predicted_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert not predicts("triton")
     with pytest.raises(InputError, match=r"^implementation: 'triton': it needs Triton: pip install"):
         estimate("triton", 1, 64)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_last_three_pieces_decide_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_ranges(first: int, last: int, step: int, _: torch.device) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + step, last)) for start in range(first, last, step))
-
-    def estimates() -> list[MemoryEstimate]:
-        memory._attention.cache_clear()
-        given = {"heads": (6, 2), "head_dim": 64, "dtype": BF16, "config": NSAConfig(), "device": device}
-        shapes = [(1, 31, False), (3, 300, True), (1, 900, False), (1, 900, True)]
-        return [estimate("chunked", batch, length, backward=backward, **given) for batch, length, backward in shapes]
-
-    short = estimates()
-    monkeypatch.setattr(chunked, "_ranges", all_ranges)
-    assert short == estimates()
 
 
 @needs_triton

@@ -1,6 +1,6 @@
 """A Triton that the kernels were not run with, or that lacks what they use: `auto` falls back, everything says why.
 
-Each process finds another installation on its path. It is asked what it chooses on a GPU, and computes that on the CPU.
+Each process finds another installation on its path, and is asked what it chooses on a GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ LOOK = """
 import json, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from jobs.specs.fit import backend_reasons
-from nsa_core.routes import route_of
 from jobs.schema.point import Machine
-from nsa_core import NSAConfig, NativeSparseAttention, available_backends, backends, decode, nsa_attention
+from nsa_core import available_backends
 from nsa_core.backends import default, resolve
 from nsa_core.backends.triton import Heads, triton_problem, triton_version
 from nsa_core.errors import BackendError
-from nsa_core.layer import DenseAttention
 from nsa_core.memory import predicts
 from nsa_core.projections import in_compiled_training
 from orchestrator.cli import doctor
@@ -51,40 +49,6 @@ try:
     resolve("triton", ("cmp", "slc", "win", "select"), CUDA, HALF)
 except BackendError as err:
     found["named"] = str(err)
-
-config = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=16)
-
-operands = [torch.rand(shape) for shape in ((1, 64, 4, 16), (1, 64, 2, 16), (1, 64, 2, 16), (1, 64, 4, 3))]
-layer = NativeSparseAttention(64, 4, 2, 16, config)
-plain = NativeSparseAttention(64, 4, 2, 16, config, backend="reference")
-plain.load_state_dict(layer.state_dict())
-x = torch.rand(1, 65, 64)
-
-def outputs(layer, backend):
-    "Outputs and routes of attention, of a prefill, and of a step that follows it."
-    cache, made, routes = layer.new_cache(), [], []
-    calls = [
-        lambda: nsa_attention(*operands, config, backend=backend),
-        lambda: layer(x[:, :64], cache),
-        lambda: layer(x[:, 64:], cache),
-    ]
-    with torch.no_grad():
-        for call in calls:
-            routes.append(route_of(lambda: made.append(call())))
-    return made, routes
-
-if found["auto"] == "chunked":
-    choose = backends.default
-    # The choice on a GPU, computed here.
-    backends.default = decode.default = lambda device, dtype, heads: choose(CUDA, HALF, heads)
-    got, found["routes"] = outputs(layer, "auto")
-    want, _ = outputs(plain, "reference")
-    found["error"] = max((a - b).abs().max().item() for a, b in zip(got, want, strict=True))
-    dense = DenseAttention(64, 4, 2, 16)
-    cache = dense.new_cache()
-    with torch.no_grad():
-        dense(x[:, :64], cache)
-        found["dense step"] = route_of(lambda: dense(x[:, 64:], cache))
 
 torch.compiler.is_compiling = lambda: True
 with FakeTensorMode():
@@ -146,11 +110,6 @@ def test_auto_falls_back_to_chunked_and_everything_says_why(given: Installation,
     found = look(tmp_path, given.files)
     assert found["auto"] == "chunked"
     assert given.reason in found["reason"]
-    assert found["error"] < 1e-5
-    attention, prefill, step = found["routes"]
-    assert attention == prefill == dict.fromkeys(("cmp", "select", "slc", "win"), "chunked")
-    assert step == {"cmp": "decode", "select": "chunked", "slc": "decode", "win": "decode"}
-    assert "triton" not in found["dense step"]["dense"]
     assert not found["fused training"]
     assert not found["predicts"]
     assert found["named"].startswith("backend: 'triton': ")

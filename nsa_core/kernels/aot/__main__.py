@@ -6,7 +6,6 @@ import argparse
 import csv
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -34,9 +33,9 @@ def main() -> int:
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         keys = wanted(cases, pool, options.kernel)
         found = {key: usage for key, usage in known.items() if key in keys}
-        for some in compiled({key: case for key, case in keys.items() if key not in found}, pool):
-            found |= some
-            print(*some.values(), sep="\n", flush=True)
+        for key, usage in compiled({key: case for key, case in keys.items() if key not in found}, pool):
+            found[key] = usage
+            print(usage, flush=True)
             if options.table:
                 write(options.table, known | found)
     if options.table:
@@ -74,14 +73,11 @@ def wanted(cases: Sequence[CompileCase], pool: Executor, kernel: str = "") -> di
     return found
 
 
-def compiled(missing: Mapping[str, CompileCase], pool: Executor) -> Iterator[dict[str, Usage]]:
-    """Resources of launches by their keys, a part of a case after another."""
-    keys = defaultdict[tuple[CompileCase, int], set[str]](set)
-    parts = -(-3 * (os.cpu_count() or 1) // max(1, len(set(missing.values()))))
-    for i, (key, case) in enumerate(missing.items()):
-        keys[case, i % parts].add(key)
-    for done in as_completed([pool.submit(compile_for, case, some) for (case, _), some in keys.items()]):
-        yield done.result()
+def compiled(missing: Mapping[str, CompileCase], pool: Executor) -> Iterator[tuple[str, Usage]]:
+    """Keys of launches and their resources, one after the other."""
+    under_way = {pool.submit(compile_for, case, key): key for key, case in missing.items()}
+    for done in as_completed(under_way):
+        yield under_way[done], done.result()
 
 
 if __name__ == "__main__":

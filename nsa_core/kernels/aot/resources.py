@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -90,14 +90,15 @@ def kernel_names(case: CompileCase) -> dict[str, str]:
     return {launch_key(launch, case.arch): launch.kernel.__name__ for launch in launches(case)}
 
 
-def compile_for(case: CompileCase, keys: set[str]) -> dict[str, Usage]:
-    """Resources of a case's launches with these keys."""
-    given = {launch_key(launch, case.arch): launch for launch in launches(case)}
-    return {key: _compile(case, given[key]) for key in keys}
+@lru_cache(maxsize=1)  # a process compiles one case's launches after another
+def keyed(case: CompileCase) -> dict[str, Launch]:
+    """Launches of a case by their keys."""
+    return {launch_key(launch, case.arch): launch for launch in launches(case)}
 
 
-def _compile(case: CompileCase, launch: Launch) -> Usage:
-    """Resources of one launch, compiled as by Triton's run-time."""
+def compile_for(case: CompileCase, key: str) -> Usage:
+    """Resources of a case's launch with this key, compiled as by Triton's run-time."""
+    launch = keyed(case)[key]
     types, marks = specialized(launch)
     kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
     source = kind(launch.kernel, types, dict(launch.constants), marks)
