@@ -56,7 +56,7 @@ class RayExecutor:
         self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
         self._share.check([*self._nodes.values()])
         if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
-            self._check_beside(*held)
+            self._share.check_beside(self._nodes, *held)
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
@@ -64,21 +64,6 @@ class RayExecutor:
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
-
-    def _check_beside(self, node: str, held: Mapping[str, float]) -> None:
-        """Check that there is room for a point beside what this job's entrypoint holds: it ends after its points.
-
-        `ray job submit --entrypoint-num-cpus 2` on a cluster of two cores waited for ever.
-        """
-        free = {name: amount - held.get(name, 0) for name, amount in self._nodes.get(node, {}).items()}
-        try:
-            self._share.check([*(self._nodes | {node: free}).values()])
-        except UserError as err:
-            own = ", ".join(f"{amount:g} {name}" for name, amount in held.items())
-            raise UserError(
-                f"entrypoint: this job itself holds {own}, which its points need; submit it without "
-                f"--entrypoint-num-cpus and the like\n{err}"
-            ) from None
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""
@@ -206,6 +191,20 @@ class Share:
             f"ranks: {self.ranks}: all nodes of the cluster together have room for {sum(map(self.on, nodes))}, each "
             f"with {needs}: {has}; start more workers or use fewer ranks"
         )
+
+    def check_beside(self, nodes: Mapping[str, Mapping[str, float]], node: str, held: Mapping[str, float]) -> None:
+        """Check that there is room for a point beside what this job's entrypoint holds on a node: it ends after its
+        points. `ray job submit --entrypoint-num-cpus 2` on a cluster of two cores waited for ever.
+        """
+        free = {name: amount - held.get(name, 0) for name, amount in nodes.get(node, {}).items()}
+        try:
+            self.check([*({**nodes, node: free}).values()])
+        except UserError as err:
+            own = ", ".join(f"{amount:g} {name}" for name, amount in held.items())
+            raise UserError(
+                f"entrypoint: this job itself holds {own}, which its points need; submit it without "
+                f"--entrypoint-num-cpus and the like\n{err}"
+            ) from None
 
 
 def _card_types(node: Mapping[str, float]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import free_ports
 from ray.job_submission import JobSubmissionClient
@@ -115,6 +116,14 @@ class _Healthy(BaseHTTPRequestHandler):
         self.wfile.write(b"ok")
 
 
+class _HealthyBelowNsa(_Healthy):
+    def do_GET(self) -> None:
+        if self.path == "/nsa/_stcore/health":
+            super().do_GET()
+        else:
+            self.send_error(404)
+
+
 def test_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")  # where nobody answers
     monkeypatch.delenv("no_proxy", raising=False)
@@ -128,6 +137,27 @@ def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
     (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
     assert services.local_services(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+
+
+def test_a_clock_that_is_set_makes_no_service_another(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, booted = psutil.Process().create_time(), psutil.boot_time()
+    record = settings.home / "ray.pid.json"
+    record.write_text(json.dumps({"pid": os.getpid(), "started": begun - booted}))
+    try:
+        monkeypatch.setattr(psutil, "boot_time", lambda: booted + 5)  # both follow the wall clock
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: begun + 5)
+        assert services.local_services(settings)[0].pid == os.getpid()
+    finally:
+        record.unlink()  # or the fixture would end this process
+
+
+def test_the_path_of_a_proxy_is_part_of_the_address(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMLIT_SERVER_BASE_URL_PATH", "/nsa/")
+    with HTTPServer(("127.0.0.1", settings.dashboard_port), _HealthyBelowNsa) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        dashboard = services.local_services(settings)[1]
+        assert dashboard.url.endswith(f":{settings.dashboard_port}/nsa")
+        assert dashboard.healthy
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -148,3 +150,10 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
 def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
     with pytest.raises(ReportError, match=message):
         call(sqlite_store)
+
+
+def test_without_docstrings_a_chart_is_one_line_with_the_fix() -> None:
+    """Altair needs them, and ended in an AttributeError."""
+    draw = "from orchestrator.report.write import growth_chart; growth_chart(None, [], None)"
+    done = subprocess.run([sys.executable, "-OO", "-c", draw], capture_output=True, text=True, timeout=200, check=False)
+    assert "ReportError: PYTHONOPTIMIZE: 2: " in done.stderr
