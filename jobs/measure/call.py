@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from jobs.measure.model_pass import ModelPass
 
 
-Place = tuple[str, str, int, int]
-"""Implementation, pass, length and batch of a case."""
-
-
 class ModelCase(Case):
     """One pass over a batch of sequences, of a model or of attention alone."""
 

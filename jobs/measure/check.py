@@ -9,7 +9,7 @@ sequence, and may differ only where scores tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -171,19 +171,26 @@ def check_choice(operator: Operator, config: NSAConfig, inputs: Mapping[str, Ten
 
     The share of wrong ones is also taken over the queries that see more blocks than they select.
     """
-    q, k_cmp = inputs["q"], compress(inputs["k"], config)
-    args = q.double(), k_cmp.double(), config, 0, q.shape[-1] ** -0.5
-    sides = operator.choose(inputs), naive.select(*args)
-    chosen, best = (blocks[0].flatten(0, 1).tolist() for blocks in sides)
-    queries = zip(chosen, best, naive.block_ranks(*args).transpose(0, 1).flatten(0, 1).tolist(), strict=True)
+    blocks = operator.choose(inputs)
+    queries = choices(blocks, inputs["q"], compress(inputs["k"], config), config, 0)
     wrong = torch.tensor([not chooses_alike(*query, tie=operator.tie) for query in queries]).float()
-    late = wrong[config.slc_count * config.slc_block * k_cmp.shape[2] :]
+    late = wrong[config.slc_count * config.slc_block * blocks.shape[2] :]
     share = max(late.mean().item(), wrong.mean().item())
     if share > MISMATCH:
         raise WrongResult(
             f"{operator.name}: selects other blocks than the oracle for {share:.1%} of the queries; at most "
             f"{MISMATCH:.1%} can be rounding"
         )
+
+
+def choices(
+    blocks: Tensor, q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int
+) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    """For each row of one sequence's queries q from `offset` on, and each kv head: its blocks [1,rows,Hkv,n],
+    float64's, and float64's ranks of all blocks."""
+    args = q.double(), k_cmp.double(), config, offset, q.shape[-1] ** -0.5
+    sides = blocks[0], naive.select(*args)[0], naive.block_ranks(*args).transpose(0, 1)
+    return zip(*(side.flatten(0, 1).tolist() for side in sides), strict=True)
 
 
 def chooses_alike(chosen: Sequence[int], best: Sequence[int], ranks: Sequence[float], tie: float) -> bool:

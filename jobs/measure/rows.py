@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.check import Operator, WrongResult, chooses_alike
+from jobs.measure.check import Operator, WrongResult, choices, chooses_alike
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ROWS_ERROR, ROWS_ERROR_BOUND
 from nsa_core import NSAConfig, compress
-from nsa_core.backends import BACKENDS, naive
+from nsa_core.backends import BACKENDS
 
 _RANDOM = 8  # rows beside those at edges
 _LAST = 16  # rows at the end, whose keys and values are checked as well
@@ -117,13 +117,10 @@ class RowCheck:
         """Hold the selected blocks of the sampled rows against float64's scores. Raises WrongResult."""
         name, tie = self._operator.name, self._operator.tie
         for span in self._spans:
-            q = span.of("q", self._inputs["q"].detach()).double()
-            keys = self._inputs["k"].detach()[span.sequence, : span.rows.stop, span.kv_head].double()
-            args = q, compress(keys, config), config, span.rows.start, q.shape[-1] ** -0.5
-            sides = blocks[span.sequence, span.rows, span.kv_head], naive.select(*args)
-            chosen, best = (side[0, :, 0].tolist() for side in sides)
-            ranks = naive.block_ranks(*args)[0].tolist()
-            for row, (ours, exact, of_row) in enumerate(zip(chosen, best, ranks, strict=True), span.rows.start):
+            q, keys = span.of("q", self._inputs["q"].detach()), self._inputs["k"].detach()
+            k_cmp = compress(keys[span.sequence, : span.rows.stop, span.kv_head].double(), config)
+            queries = choices(span.of("blocks of k", blocks), q, k_cmp, config, span.rows.start)
+            for row, (ours, exact, of_row) in enumerate(queries, span.rows.start):
                 if not chooses_alike(ours, exact, of_row, tie):
                     raise WrongResult(f"{name}: row {row} of {blocks.shape[1]} selects blocks {ours}, float64 {exact}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,61 +18,50 @@ from jobs.specs.spec import JobSpec
 MARK = "<!-- From here on made by `make specs`: edit the fields' descriptions in jobs/ instead. -->"
 
 _TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`"}
-_TITLE = re.compile("(Spec|Config)$")  # left out of a section's
-_HEADS = "| field | value | default | meaning |\n| --- | --- | --- | --- |"
-_ATTRIBUTE = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
+_NAMED = re.compile(r"\$defs/(\w+?)(?:Spec|Config)?\"")  # a section, in a field's schema
+_ATTRIBUTE = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)  # of a dataclass, in its docstring
 
 
 def page() -> str:
     """Markdown: the common fields, a table a kind, and one of each section."""
-    own = {name: module.Spec for name, module in sorted(kinds().items()) if module.__name__ == f"jobs.{name}"}
-    schemas = {name: spec.model_json_schema() for name, spec in own.items()}
-    sections = {
-        _TITLE.sub("", name): section
-        for schema in schemas.values()
-        for name, section in schema.get("$defs", {}).items()
+    schemas = {
+        f"kind: {name}": module.Spec.model_json_schema()
+        for name, module in sorted(kinds().items())
+        if module.__name__ == f"jobs.{name}"
     }
-    common = set(JobSpec.model_fields) - {"kind"}
-    lines = [
-        "## Fields of every kind\n",
-        "A spec begins with `kind`.\n",
-        *_table(schemas["train"], common, sections),
-        "",
-    ]
-    for name, schema in schemas.items():
-        lines += [f"## kind: {name}\n", f"{_about(schema)}\n"]
-        lines += [*_table(schema, set(schema["properties"]) - common - {"kind"}, sections), ""]
-    for name, schema in sorted(sections.items()):
-        lines += [f"## Section {name}\n", f"{_about(schema)}\n"]
-        lines += [*_table(schema, set(schema["properties"]), sections), ""]
+    defined = {name: section for schema in schemas.values() for name, section in schema.get("$defs", {}).items()}
+    sections = {re.sub("(Spec|Config)$", "", name): section for name, section in sorted(defined.items())}
+    common = {**JobSpec.model_json_schema(), "description": "A spec begins with `kind`."}
+    tables = {"Fields of every kind": common, **schemas, **{f"Section {name}": each for name, each in sections.items()}}
+    about = {title: table.get("description", "").partition("\n")[0] for title, table in tables.items()}
+    lines: list[str] = []
+    for title, table in tables.items():
+        hidden = {"kind"} if table is common else {*common["properties"]} if title in schemas else ()
+        lines += [f"## {title}\n", f"{about[title]}\n", *_table(table, hidden, about), ""]
     return "\n".join(lines)
 
 
-def _about(schema: Mapping[str, Any]) -> str:
-    return schema.get("description", "").partition("\n")[0]
-
-
-def _table(schema: Mapping[str, Any], names: set[str], sections: Mapping[str, Any]) -> Iterator[str]:
-    yield _HEADS
+def _table(schema: Mapping[str, Any], hidden: Collection[str], about: Mapping[str, str]) -> list[str]:
+    """Rows of a schema's fields; what is not said of one is said of its section, or in its class's docstring."""
     attributes = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(schema.get("description", ""))}
+    lines = ["| field | value | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field in schema["properties"].items():
-        if name in names:
-            meaning = field.get("description") or attributes.get(name)
-            if meaning is None:  # a section's own words
-                meaning = next(
-                    (_about(sections[_TITLE.sub("", ref)]) for ref in re.findall(r"\$defs/(\w+)", json.dumps(field))),
-                    "",
-                )
-            meaning = re.sub(r"\bNone: ", "none: ", meaning)
-            cells = name, _value(field), _default(field), meaning
-            yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        section = _NAMED.search(json.dumps(field))
+        said = field.get("description") or attributes.get(name) or (about[f"Section {section[1]}"] if section else "")
+        default = "required"
+        if "default" in field:
+            default = f"`{json.dumps(field['default'])}`" if field["default"] is not None else "none"
+            default = "its defaults" if isinstance(field["default"], dict) else default
+        cells = name, _value(field), default, re.sub(r"\bNone: ", "none: ", said)
+        if name not in hidden:
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return lines
 
 
 def _value(field: Mapping[str, Any]) -> str:
     """What a field takes, in words; null is its default's business."""
-    if "$ref" in field:
-        name = _TITLE.sub("", field["$ref"].rpartition("/")[2])
-        return f"section [{name}](#section-{name.lower()})"
+    if "$ref" in field and (section := _NAMED.search(f'{field["$ref"]}"')):
+        return f"section [{section[1]}](#section-{section[1].lower()})"
     if values := field.get("enum", [field["const"]] if "const" in field else []):
         return ", ".join(f"`{value}`" for value in values if value is not None)
     if parts := [part for part in field.get("anyOf", ()) if part.get("type") != "null"]:
@@ -80,15 +69,6 @@ def _value(field: Mapping[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list: {_value(field['items'])}"
     return _TYPES.get(field.get("type", ""), "`name: value` lines")
-
-
-def _default(field: Mapping[str, Any]) -> str:
-    if "default" not in field:
-        return "required"
-    default = field["default"]
-    if default is None:
-        return "none"
-    return "its defaults" if isinstance(default, dict) else f"`{json.dumps(default)}`"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from jobs.hardware.energy import Energy
 from jobs.hardware.environment import environment
 from jobs.hardware.telemetry import Telemetry
 from jobs.hardware.topology import Topology, topology
-from jobs.measure.check import Agreement, check_attention
+from jobs.measure.check import Agreement
 from jobs.measure.memory import Peak, measure_peak
 from jobs.process import post_mortem
 from jobs.process.child import end_with_parent
@@ -90,8 +90,7 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     watch = soak and SoakWatch(soak, SoakHistory(), device, rank, beat, nvml.utilization_meter(gpu))
     trainer = Trainer(case, corpus, device, rank, watch, notes)
     beat("check")
-    settings: tuple[Any, ...] = case.implementation, case.model.nsa, case.shape, case.torch_dtype, device
-    agreement = check_attention(*settings, backward=True, seed=case.seed)
+    agreement = case.check()
     beat("heldout loss before")
     # The supervisor samples the GPU of a single rank, and a soak's watch looks itself.
     telemetry = Telemetry([gpu] if gpu is not None and soak is None and case.layout.ranks > 1 else [])

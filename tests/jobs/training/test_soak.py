@@ -208,24 +208,15 @@ def test_two_pieces_keep_one_history(text: Path, tmp_path: Path) -> None:
     assert set(watching.series) <= {quantity.name for quantity in QUANTITIES}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "at", "every", "origin"), [(1, 2, 5000, "the beginning"), (2, 7, 5, "the last checkpoint")]
-)
-def test_a_killed_rank_interrupts_and_costs_only_what_no_checkpoint_has(
-    text: Path, tmp_path: Path, ranks: int, at: int, every: int, origin: str
-) -> None:
-    watching = Watching(tmp_path, at=at, act=lambda: descendants(psutil.Process(), "spawn_main")[-1].kill())
-    one_piece = {"minutes": 0.2, "piece_minutes": 0.2} if ranks == 1 else {"piece_minutes": 0.06}
-    result = _soak(text, watching, **one_piece, restarts=1, checkpoints={"every": every}, ranks=ranks)
-    assert f"of {ranks} was killed by SIGKILL; restart 1 of 1 of all ranks from {origin}" in of_the_kill(
-        watching.warnings
-    )
+def test_a_killed_rank_interrupts_and_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:
+    watching = Watching(tmp_path, at=7, act=lambda: descendants(psutil.Process(), "spawn_main")[-1].kill())
+    result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5}, ranks=2)
+    restart = "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint"
+    assert restart in of_the_kill(watching.warnings)
     found, rows = by_name(result), _rows(result)
     assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
     assert result.environment["training"]["restarts"] == 1
     assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
-    if ranks == 1:
-        return
     assert found["resumed_step"].value >= 5
     compute = found["rank_compute_time"].samples
     assert len(compute) == len(found["rank_step_time"].samples) == 2
