@@ -1,4 +1,4 @@
-"""Help in place of results: for an empty store, or a database that cannot be read."""
+"""Help instead of results: for an empty store, or a database that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RETRY_SECONDS = 5.0
 
 
 def explain(err: UserError) -> None:
-    """Show an error with its fix, in place of the results."""
+    """Show an error with its fix, instead of the results."""
     icon, title, text, command = "error", "The database cannot be used", "", "nsa doctor"
     if isinstance(err, SettingsError):
         icon, title = "tune", "A setting cannot be used"

@@ -164,7 +164,7 @@ def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
     lines = [" · ".join([*legend, "hover a value for its reason, click for its point"])]
     for title, verdict in machines.items():
         if len(verdict.commits) > 1:
-            text = f"{title}: the rules rest on different commits: {', '.join(map(parts.code, verdict.commits))}"
+            text = f"{title}: the evidence comes from several commits: {', '.join(map(parts.code, verdict.commits))}"
             lines.append(f":orange[:material/difference:] {text}")
     with st.container(key=f"rules-{name}", gap="xsmall"):
         grids.table(rows)

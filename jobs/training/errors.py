@@ -46,7 +46,7 @@ class RankDied(RankFailed):
 
 @contextmanager
 def noting_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, in place of its usual effect; outside of the main thread nothing sets it."""
+    """An event that SIGTERM sets, instead of its usual effect; outside of the main thread nothing sets it."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

@@ -94,7 +94,7 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
         where = "the beginning" if _saved_step(there) is None else "the last checkpoint"
         first = str(failure).partition("\n")[0]
         report.warn(f"{first}; restart {restarts} of {case.restarts} of all ranks from {where}")
-        report(STARTING)  # in place of the dead ranks' progress
+        report(STARTING)  # instead of the dead ranks' progress
 
 
 def _saved_step(there: Surroundings) -> int | None:
@@ -106,7 +106,7 @@ def _saved_step(there: Surroundings) -> int | None:
 
 
 def _stopped(failure: RankFailed, saved_step: int | None, begun: bool) -> Stopped:
-    """The exception in place of `failure` where the ranks had been asked to end."""
+    """The exception instead of `failure` where the ranks had been asked to end."""
     why = f"; {str(failure).splitlines()[0]}" if begun else " before its ranks had begun"
     text = f"SIGTERM ended the training{why}"
     if saved_step is not None:

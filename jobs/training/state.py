@@ -39,7 +39,7 @@ class Run:
     begun: list[int] = field(default_factory=lambda: [0])  # steps at which it began and was resumed
     foreign: int = 0  # first steps that were done by other code or in another environment
     probe: Probe | None = None  # of the trained model, if asked for
-    soak: SoakHistory | None = None  # of a soak, in place of losses, seconds and compute_ms
+    soak: SoakHistory | None = None  # of a soak, instead of losses, seconds and compute_ms
 
     def steady_steps(self) -> list[int]:
         """Steps that count for times and throughput, in order: this code's, without warm-up; of a few, the last one."""

@@ -70,7 +70,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return triton_problem() or unsupported(capability_of(device))
     if device.type == "meta" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return triton_problem()
-    return f"it runs on cuda, and on the cpu only in Triton's interpreter (TRITON_INTERPRET=1), not on {device.type}"
+    return f"it needs a GPU, or TRITON_INTERPRET=1 on the cpu, and does not run on {device.type}"
 
 
 def unsupported(capability: tuple[int, int] | None) -> str | None:

@@ -69,7 +69,7 @@ class Measure(Strict):
         return self
 
     def at(self, values: Mapping[str, int]) -> Measure:
-        """The way with the plan's values in place of their names in braces, as "{seq_len}"."""
+        """The way with the plan's values instead of their names in braces, as "{seq_len}"."""
         changed = self.set
         for name, value in values.items():
             changed = tuple(each.replace(f"{{{name}}}", str(value)) for each in changed)

@@ -67,7 +67,7 @@ class _Where(Strict):
         return all(is_among(row.get(name), value) for name, value in requested if name in row or name != LENGTH)
 
     def also(self, more: Where) -> Where:
-        """This filter with the fields that `more` gives in place of its own."""
+        """This filter with the fields that `more` gives instead of its own."""
         given = {name: getattr(each, name) for each in (self, more) for name in each.model_fields_set}
         given["axes"] = {**self.axes, **more.axes}
         return type(self).model_validate(given)  # no copy: it would keep what is cached

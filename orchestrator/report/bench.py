@@ -29,7 +29,7 @@ GROWTH = (
     "interval from the values' spread if that is above 0.1."
 )
 _OPERATOR = (
-    "Of the whole call; pairs are forward / forward+backward. A ratio above 1 speaks for the row: × dense is the "
+    "Of the whole call; pairs are forward / forward+backward. Above 1 the row is faster: × dense is the "
     "time of the fastest dense attention over the row's, of this run or one of the same commit and card in this "
     "report; × peer that of the best figure reported for the same heads, dtype, length, batch and card, of any NSA "
     f"implementation; MiB × peer the same of extra memory. {UNMEASURED}: not measured."

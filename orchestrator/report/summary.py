@@ -60,7 +60,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
         console.print(f"  {' '.join(decision.sentences)}")
         print_verdicts(shown, console)
         if any(each not in shown for each in decision.verdicts if each.hardware):
-            console.print(f"  what would settle the rest: nsa plan {decision.name}")
+            console.print(f"  to answer the rest: nsa plan {decision.name}")
     if blank:
         console.print(f"no evidence in this run for {', '.join(blank)}")
 
@@ -120,7 +120,7 @@ def print_verdicts(verdicts: Sequence[TargetVerdict], console: Console) -> None:
     for target in verdicts:
         console.print(f"{target.result}  {target.name}", style=_STYLE[target.result])
         if len(target.commits) > 1:
-            console.print(f"  the rules rest on different commits: {', '.join(target.commits)}")
+            console.print(f"  the evidence comes from several commits: {', '.join(target.commits)}")
         for rule in target.rules:
             judged = ""
             if rule.value is not None and rule.margin is not None:

@@ -221,7 +221,7 @@ def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
         title = verdict.title + (f" (on {verdict.hardware.title})" if verdict.hardware else "")
         note = f"{title}. GO needs every rule; a rule without evidence is UNKNOWN."
         if len(verdict.commits) > 1:
-            note += f" The rules rest on different commits: {', '.join(verdict.commits)}."
+            note += f" The evidence comes from several commits: {', '.join(verdict.commits)}."
         columns = ["rule", "result", "value", "bound", "margin", "reason"]
         yield Table(f"Verdict {verdict.name}: {verdict.result.value}", note, columns, rows)
     if nothing:

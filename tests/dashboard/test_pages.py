@@ -170,7 +170,7 @@ def test_a_live_run_shows_its_progress_and_an_ended_point_on_the_next_read(half_
             run_id=HALF, point_id=f"{HALF}/2", attempt=1, state=PointState.OOM, reason="too large", at=at
         )
         store.apply_many([end, StartRecord(run_id=HALF, point_id=f"{HALF}/3", attempt=1, at=at)])
-    st.cache_data.clear()  # in place of waiting for the time to live
+    st.cache_data.clear()  # instead of waiting for the time to live
     states: pd.Series = check(app.run()).dataframe[0].value["State"]
     assert states.str.contains("oom").sum() == 1
 

@@ -90,7 +90,7 @@ def test_a_second_interpreter_and_setting_give_the_same_outputs(
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements in place of the processes of both toolchains, which run different kernels."""
+    """Measurements instead of the processes of both toolchains, which run different kernels."""
 
     def run(case: Case, number: int, name: str, folder: Path, beat: Beat) -> Measurement:
         outputs = {"loss": torch.ones(()), "gradient of w": torch.full((4,), 10.0 + number)}

@@ -1,4 +1,4 @@
-"""`python -m jobs` with a fixed machine in place of the child that probes the real one: a script for processes."""
+"""`python -m jobs` with a fixed machine instead of the child that probes the real one: a script for processes."""
 
 from __future__ import annotations
 

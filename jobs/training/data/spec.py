@@ -37,7 +37,7 @@ class DataSpec(Strict):
     tokenizer_path: Path | None = Field(
         default=None,
         strict=False,
-        description="in place of tokenizer: tokenizer.json, or a folder with it or with vocab.json and merges.txt",
+        description="instead of tokenizer: tokenizer.json, or a folder with it or with vocab.json and merges.txt",
     )
     end_token: str = Field(default="<|endoftext|>", min_length=1, description="token after each document")
     pack: bool = Field(default=False, description="no document sees another, and positions begin with each")

@@ -35,7 +35,7 @@ OTHERS = {
 
 
 def distances(case, config, dtype=torch.float64, **options):
-    """Relative distances of output and gradients from the oracle; infinite in place of NaN, which max() would lose."""
+    """Relative distances of output and gradients from the oracle; infinite instead of NaN, which max() would lose."""
     pairs = zip(
         run(case.leaves, config, "triton", **options),
         run(case.to(dtype).leaves, config, "reference", **options),
@@ -279,7 +279,7 @@ def test_no_finite_gradient_is_wrong_for_a_gate_below_zero(make_case, config, wa
 def test_ties_go_to_the_lower_index(make_case, config, monkeypatch, count):
     """Equal keys make all blocks away from the ends equally important; of count, all but three are chosen freely.
 
-    In tiles of 16: of larger ones, numpy's products in place of the device's give equal columns different bits.
+    In tiles of 16: of larger ones, numpy's products instead of the device's give equal columns different bits.
     """
     from nsa_core.kernels import scores
 

@@ -32,7 +32,7 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
     code, out, _ = nsa("plan", "linear-scaling/cpu")
     assert code == 0
     assert out.splitlines() == [
-        "linear-scaling: Native sparse attention computes the right thing in memory linear in S",
+        "linear-scaling: Native sparse attention is correct, and its memory grows linearly with S",
         "  Not yet: nothing measured on CPU.",
         "  1. nsa submit jobs/configs/demo.yaml",
         "     no GPU; duration not known",

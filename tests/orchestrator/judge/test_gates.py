@@ -203,7 +203,7 @@ def test_a_target_says_where_its_rules_rest_on_different_commits(sqlite_store: S
     assert verdict.rules[0].reason.endswith("run one at cccccccccc")
     out = StringIO()
     print_verdicts([verdict], Console(file=out, width=200))
-    assert "the rules rest on different commits: cccccccccc, dddddddddd (uncommitted changes)" in out.getvalue()
+    assert "the evidence comes from several commits: cccccccccc, dddddddddd (uncommitted changes)" in out.getvalue()
 
 
 def test_a_failure_without_a_known_gpu_counts_for_its_runs_gpu(sqlite_store: Store, sweep, tmp_path: Path):
