@@ -24,14 +24,7 @@ from ._inputs import Operands
 from .backends import Backend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
-from .packed_sequences import (
-    check_blocks,
-    check_same_bounds,
-    checked_bounds,
-    checked_packing,
-    compute_packed,
-    sequence_spans,
-)
+from .packed_sequences import check_blocks, checked_bounds, checked_packing, compute_packed, sequence_spans
 from .routes import BRANCHES, Branch, profiled
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -169,7 +162,7 @@ def nsa_attn_varlen_func(
     Args:
         q, k, v, gates: [total,H,D] and [total,Hq,3], as in nsa_attention.
         cu_seqlens_q: bounds of the sequences.
-        cu_seqlens_k: the same, or None: keys are of the same tokens.
+        cu_seqlens_k: the same tensor, or None: keys are of the same tokens.
         max_seqlen_q: as max_seqlen of nsa_attention; max_seqlen_k is not read.
         causal: must be True.
 
@@ -180,7 +173,8 @@ def nsa_attn_varlen_func(
     if not causal:
         raise InputError("causal", causal, "use True: the branches are defined for causal attention alone")
     if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens_q:
-        check_same_bounds(cu_seqlens_k, cu_seqlens_q)
+        fix = "give that of q itself, or None: queries and keys are of the same tokens"
+        raise InputError("cu_seqlens_k", list(cu_seqlens_k.shape), fix)
     options = {"cu_seqlens": cu_seqlens_q, "max_seqlen": max_seqlen_q, "scale": softmax_scale, "backend": backend}
     return nsa_attention(q, k, v, gates, config or NSAConfig(), **options)
 

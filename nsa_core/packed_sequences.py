@@ -131,14 +131,6 @@ def check_blocks(operands: Operands, config: NSAConfig, cu_seqlens: Tensor | Non
     _require(sound, "blocks", f"{list(blocks.shape)} {blocks.dtype}", fix)
 
 
-def check_same_bounds(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> None:
-    """Raise InputError unless keys have the bounds of the queries."""
-    fix = "give that of q, or None: queries and keys are of the same tokens"
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise InputError("cu_seqlens_k", f"{list(cu_seqlens_k.shape)}", fix)
-    _require((cu_seqlens_k == cu_seqlens_q).all(), "cu_seqlens_k", "other bounds", fix)
-
-
 def _require(sound: Tensor, field: str, value: str, fix: str) -> None:
     """Raise InputError unless `sound`; a GPU, and code that torch.compile traced, asserts it without waiting."""
     if not _on_host(sound):

@@ -81,15 +81,11 @@ def _best(rank: Tensor, count: int) -> Tensor:
     return (_INDEX - (best & _INDEX)).masked_fill_(best < 0, _INDEX)
 
 
-def copies(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows `rows` [N] of x [M,D], as often as they are named: [N,D]."""
-    out = _Copies.apply(x, rows)
-    assert isinstance(out, Tensor)
-    return out
-
-
 class _Copies(torch.autograd.Function):
-    """index_select, whose own backward would sum in half precision, and on CUDA by atomics."""
+    """Rows `rows` [N] of x [M,D], as often as they are named: [N,D].
+
+    The backward of index_select would sum in half precision, and on CUDA by atomics.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -105,6 +101,9 @@ class _Copies(torch.autograd.Function):
         total = sums.new_zeros(ctx.count, dout.shape[1])
         add_rows(total, rows, sums)
         return total.to(dout.dtype), None
+
+
+copies = _Copies.apply
 
 
 def add_rows(total: Tensor, rows: Tensor, parts: Tensor) -> None:

@@ -51,7 +51,7 @@ def compressed(
     """Compressed branch; a chunk of queries sees the compressed tokens up to its last position."""
     note("cmp", "chunked")
     pieces = partial(_compressed_pieces, _CallShape(q, v_cmp), config, offset, k_cmp.shape[1], q.device)
-    return _attend(q, k_cmp, v_cmp, gate, None, _ChunkedBranch(pieces), scale)
+    return _Attend.apply(q, k_cmp, v_cmp, gate, None, _ChunkedBranch(pieces), scale)
 
 
 def select(q: Tensor, k_cmp: Tensor, config: NSAConfig, offset: int, scale: float) -> Tensor:
@@ -77,7 +77,7 @@ def selected(
     """Selected branch; every query's blocks are gathered, a chunk of queries at a time."""
     note("slc", "chunked")
     pieces = partial(_selected_pieces, _CallShape(q, v), config, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, blocks, _ChunkedBranch(pieces, config.slc_block), scale)
+    return _Attend.apply(q, k, v, gate, blocks, _ChunkedBranch(pieces, config.slc_block), scale)
 
 
 def window(
@@ -86,15 +86,7 @@ def window(
     """Window branch, or dense attention; a chunk of queries sees its own positions and the window before them."""
     note(branch, "chunked")
     pieces = partial(_band_pieces, _CallShape(q, v), window, k.shape[1] - q.shape[1], q.device)
-    return _attend(q, k, v, gate, None, _ChunkedBranch(pieces), scale)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, blocks: Tensor | None, branch: _ChunkedBranch, scale: float
-) -> Tensor:
-    out = _Attend.apply(q, k, v, gate, blocks, branch, scale)
-    assert isinstance(out, Tensor)
-    return out
+    return _Attend.apply(q, k, v, gate, None, _ChunkedBranch(pieces), scale)
 
 
 class _Attend(torch.autograd.Function):
