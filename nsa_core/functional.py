@@ -133,9 +133,7 @@ def selected_attention(
     if blocks.dim() != q.dim() or blocks.shape[-1] < 1:
         raise InputError("blocks", list(blocks.shape), "give int32 [batch, tokens, kv heads, blocks of each query]")
     config = NSAConfig(*(block_size,) * 3, slc_count=blocks.shape[-1], init_blocks=0, local_blocks=0)
-    operands = Operands(q, (k, k, k), (v, v, v), blocks=blocks).under_autocast()
-    operands.check(config, cu_seqlens is not None)
-    check_blocks(operands, config, cu_seqlens)
+    operands = Operands(q, (k, k, k), (v, v, v), blocks=blocks)
     return _attention(operands, config, ("slc",), cu_seqlens, max_seqlen, scale, backend)
 
 
@@ -241,6 +239,7 @@ def _attention(
     """Sum of `branches`, as nsa_attention and the doors below it have it."""
     operands = operands.under_autocast()
     operands.check(config, cu_seqlens is not None)
+    check_blocks(operands, config, cu_seqlens)
     q, chooses = operands.q, "slc" in branches and operands.blocks is None
     steps: tuple[Branch, ...] = ("select", *branches) if chooses else branches
     backends = resolve(backend, steps, q.device, q.dtype, Heads.of(q, operands.keys[0], operands.values[0]))
