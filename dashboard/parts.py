@@ -105,7 +105,7 @@ def duration(start: object, end: object = None) -> str:
 
 def tally(row: Mapping[str, Any]) -> str:
     """Point counts by state, omitting zeros, and how many of them are measured again just now."""
-    names = {name: name for name in ("ok", "failed", "skipped", "cancelled", "running", "pending")}
+    names = {name: name for name in ("ok", "failed", "answered", "skipped", "cancelled", "running", "pending")}
     names["again"] = "measured again"
     return " · ".join(f"{int(row[name])} {text}" for name, text in names.items() if row[name]) or "no points"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,13 @@ def spec_hash(spec: JobSpec) -> str:
     """Hash of a validated spec, defaults included; 16 hex digits."""
     text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def user() -> str | None:
+    """The user of this process; None in a Ray job, which may be another's than its submitter."""
+    with suppress(OSError, KeyError):  # a container's user without a name
+        return None if submission_id() else getpass.getuser()
+    return None
 
 
 def submission_id() -> str | None:

@@ -115,6 +115,19 @@ class Settings(BaseSettings):
     )
     dashboard_port: int = Field(default=8501, ge=1, le=65535, description="port of the results dashboard")
     gates: Path | None = Field(default=None, description="YAML of go/no-go rules; None: the project's own")
+    person: Annotated[str, Field(max_length=200)] | None = Field(
+        default=None, description="who submits runs, as lists of runs show it; None: this user"
+    )
+    webhook: str | None = Field(
+        default=None, description="URL that is told of a run's end, a NO-GO, a regression; None: nobody is"
+    )
+
+    @field_validator("webhook")
+    @classmethod
+    def _check_webhook(cls, value: str | None) -> str | None:
+        if value is not None and urlsplit(value).scheme not in ("http", "https"):
+            raise ValueError("is not an HTTP address; write https://HOST/PATH")
+        return value
 
     @field_validator("ray_dashboard")
     @classmethod

@@ -61,6 +61,12 @@ class RunState(StrEnum):
         return self not in (RunState.PENDING, RunState.RUNNING)
 
 
+def run_in_words(run: Mapping[str, Any]) -> str:
+    """The state of a run (`queries.runs`), with the points that failed: "done, 3 of 12 failed"."""
+    state, failed = str(run["state"]), int(run["failed"])
+    return f"{state}, {failed} of {int(run['points'])} failed" if state == RunState.DONE and failed else state
+
+
 class Origin(StrEnum):
     """The origin of a run's numbers: measured by this project, or imported as reported by others."""
 

@@ -250,7 +250,7 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
         elif commit and not in_history(commit):
             foreign = f"commit {commit} is not in this history"
         whole = row["ended_at"] is not None and not row["resumed"]
-        state = RunState(row["state"])
+        state = RunState(row["stored_state"])
         runs.append(
             Run(
                 run_id=row["run_id"],

@@ -141,6 +141,7 @@ class Plan:
                 estimate_bytes=point.estimate_bytes,
                 state=state,
                 reason=point.skip_reason,
+                answers=tuple(sorted(point.answers)),
                 resumed=self.run.resumed,
             )
         )
@@ -231,6 +232,7 @@ def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitSt
         git_branch=git.branch,
         git_dirty=git.dirty,
         submission_id=provenance.submission_id(),
+        person=settings.person or provenance.user(),
         host=socket.gethostname(),
         artifacts=str(settings.artifacts_dir / run_id),
         artifact_store=settings.artifact_store_url,

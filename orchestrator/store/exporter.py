@@ -113,6 +113,8 @@ def records(store: Store, run_id: str) -> list[rec.Record]:
             found += chain(_attempts(session, run, point), _files_and_series(session, run, point))
         events = select(Event).where(Event.run_id == run_id).order_by(Event.at, Event.id)
         found += [_made(rec.EventRecord, row) for row in session.scalars(events)]
+        if run.labelled_at:
+            found.append(_made(rec.LabelRecord, run, run_id=run_id, at=run.labelled_at, tags=run.tags.split()))
         if run.state.ended:
             found.append(_made(rec.RunEndRecord, run, run_id=run_id, at=run.state_at))
         return found
@@ -153,6 +155,7 @@ def _attempts(session: Session, run: Run, point: Point) -> Iterator[rec.Record]:
                 "key": attempt.key,
                 "resumed": attempt.resumed,
                 "axes": axes,
+                "answers": (point.answers or "").split(),
                 "state": PointState.SKIPPED if skipped else PointState.PENDING,
                 "reason": attempt.reason if skipped else None,
             }

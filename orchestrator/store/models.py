@@ -80,6 +80,10 @@ class Run(Base):
     git_dirty: Mapped[bool | None]
     code_hash: Mapped[str | None] = mapped_column(sa.String(64))
     submission_id: Mapped[str | None] = mapped_column(sa.String(200))
+    person: Mapped[str | None] = mapped_column(sa.String(200))  # who submitted it
+    tags: Mapped[str] = mapped_column(server_default="")  # in order, with a space between
+    notes: Mapped[str | None]
+    labelled_at: Mapped[datetime | None]  # time of the record that set tags and notes
     host: Mapped[str | None]
     artifacts: Mapped[str | None]
     artifact_store: Mapped[str | None]
@@ -114,6 +118,7 @@ class Point(Base):
     label: Mapped[str]
     config: Mapped[dict[str, Any]]
     estimate_bytes: Mapped[int | None] = mapped_column(sa.BigInteger)
+    answers: Mapped[str | None] = mapped_column(sa.String(100))  # states that answer a search and are no failure
     more_axes: Mapped[dict[str, Any] | None]  # values of the axes that its kind adds to AXES
 
     attempts: Mapped[dict[int, Attempt]] = relationship(

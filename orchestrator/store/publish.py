@@ -3,8 +3,9 @@
 A command: `python -m orchestrator.store.publish JOURNAL...`.
 
 Ids, states, configurations, numbers and versions stay as they are. Host names become host-1, host-2, ...; the kernel's
-release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them. Of the
-paths of a training's text their last parts stay. What cannot be replaced, such as another path in a spec, is refused.
+release, ids of cards, paths and addresses go. The files of points (logs, dumps) stay where the run kept them, as do its
+labels. Of the paths of a training's text their last parts stay. What cannot be replaced, such as another path in a
+spec, is refused.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PATH = re.compile(r"(?<![\w/.:-])(?:file://)?/(?:[\w.@+~-]+/)+([\w.@+~-]*)")
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 _CARD = re.compile(r"\b(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f-]+")
 _LOGIN = re.compile(r"://[^/\s\"]*@|(?<![\w.-])[\w.-]+@[\w-]+\.\w+")  # from its beginning: each word is tried once
+_PRIVATE = (rec.ArtifactRecord, rec.LabelRecord)
 _PLATFORM = re.compile(r"(\w+)-.*-(\w+-with-.*)")  # system, release, machine, C library
 
 
@@ -67,7 +69,7 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
         pattern = re.compile(rf"(?<![\w.-]){re.escape(first)}{optional}(?![\w-]|\.\w)")
         hosts[pattern] = f"host-{number}"
         private |= {} if name == hosts[pattern] else {pattern: "a host"}
-    lines = [_public_line(record, hosts) for record in records if not isinstance(record, rec.ArtifactRecord)]
+    lines = [_public_line(record, hosts) for record in records if not isinstance(record, _PRIVATE)]
     for number, line in enumerate(lines, 1):
         for pattern, what in private.items():
             if found := pattern.search(line):
@@ -98,7 +100,7 @@ def _public_line(record: Record, hosts: Mapping[re.Pattern[str], str]) -> str:
         if isinstance(data := (getattr(record, name, None) or {}).get("data"), dict):
             changes[name] = {**getattr(record, name), "data": public(data)}
     if isinstance(record, rec.RunRecord):
-        changes |= {"artifacts": None, "artifact_store": None}
+        changes |= {"artifacts": None, "artifact_store": None, "person": None}
     if isinstance(record, rec.OutcomeRecord) and (environment := changes.get("environment")):
         if "platform" in environment:
             environment["platform"] = _PLATFORM.sub(r"\1-\2", environment["platform"])

@@ -14,43 +14,35 @@ from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import Select, Subquery, Table, and_, case, func, or_, select
-from sqlalchemy.orm import aliased
+from sqlalchemy import Select, Table, and_, case, func, or_, select
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.schema.axes import MORE
-from jobs.schema.quantities import Quantities, Quantity
-from jobs.schema.states import FAILED, Origin, PointState, RunState
+from jobs.schema.quantities import Quantities, Quantity, Role
+from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.store import models
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
-from orchestrator.store.views import v_metrics, v_points, v_scaling
+from orchestrator.store.views import AGAIN, HAPPENED, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
-_UNENDED = (PointState.PENDING, PointState.RUNNING)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
 
 _NEWEST_FIRST = (Run.created_at.desc(), Run.id)
-_Newest, _Any = aliased(Attempt), aliased(Attempt)
-_OF_NEWEST = and_(
-    _Newest.point_id == Point.id,
-    _Newest.number == select(func.max(_Any.number)).where(_Any.point_id == Point.id).scalar_subquery(),
-)
-_RUNNING = _Newest.state == PointState.RUNNING
-_AGAIN = _Newest.number > Point.attempt
+_RUNNING = Newest.state == PointState.RUNNING
 _POINTS = (
     select(
         *(column for column in v_points.c if column.name not in _PROGRESS),
-        *(getattr(_Newest, name) for name in _PROGRESS),
-        case((_RUNNING, _Newest.number), else_=0).label("running"),
-        case((_RUNNING, _Newest.node)).label("running_on"),
-        case((_AGAIN, _Newest.state)).label("again"),
-        case((_AGAIN, _Newest.reason)).label("again_reason"),
+        *(getattr(Newest, name) for name in _PROGRESS),
+        case((_RUNNING, Newest.number), else_=0).label("running"),
+        case((_RUNNING, Newest.node)).label("running_on"),
+        case((AGAIN, Newest.state)).label("again"),
+        case((AGAIN, Newest.reason)).label("again_reason"),
         Attempt.route,
     )
     .join(Point, Point.id == v_points.c.point_id)
     .join(Point.outcome)
-    .join(_Newest, _OF_NEWEST)
+    .join(Newest, OF_NEWEST)
 )
 _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
     Environment, Environment.id == Attempt.environment_id, isouter=True
@@ -66,20 +58,41 @@ def runs(
     state: RunState | str | None = None,
     origin: Origin | str | None = None,
     text: str | None = None,
+    person: str | None = None,
+    tag: str | None = None,
+    commit: str | None = None,
+    card: str | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
     limit: int | None = None,
 ) -> pd.DataFrame:
-    """The runs, newest first, with point counts by state; `text` searches id, name, source and host.
+    """The runs, newest first, with point counts by state.
 
-    Points that are measured again are counted by their earlier outcomes, and in `again` until they have a new one.
+    `state` is what happened: failed where all that was measured failed. `text` searches id, name, source, host, person,
+    tags and notes, `person` and `card` a part of their names, `commit` its beginning; `since` and `until` bound the
+    beginning. Points that are measured again are counted by their earlier outcomes, and in `again` until they have a
+    new one.
     """
-    equal = ((Run.kind, kind), (Run.state, state and RunState(state)), (Run.origin, origin and Origin(origin)))
-    chosen = select(Run.id).where(*(column == value for column, value in equal if value is not None))
+    within = [Run.created_at >= since] if since else []
+    within += [Run.created_at < until] if until else []
+    equal = ((Run.kind, kind), (HAPPENED, state and RunState(state)), (Run.origin, origin and Origin(origin)))
+    within += [column == value for column, value in equal if value is not None]
     if run_ids is not None:
-        chosen = chosen.where(Run.id.in_(run_ids))
+        within.append(Run.id.in_(run_ids))
     if text:
-        columns = (Run.id, Run.name, Run.source, Run.host)
-        chosen = chosen.where(or_(*(column.icontains(text, autoescape=True) for column in columns)))
-    return _frame(store, _runs(chosen.order_by(*_NEWEST_FIRST).limit(limit)))
+        columns = (Run.id, Run.name, Run.source, Run.host, Run.person, Run.tags, Run.notes)
+        within.append(or_(*(column.icontains(text, autoescape=True) for column in columns)))
+    if person:
+        within.append(Run.person.icontains(person, autoescape=True))
+    if tag:
+        within.append((" " + Run.tags + " ").contains(f" {tag} ", autoescape=True))
+    if commit:
+        within.append(Run.git_commit.startswith(commit, autoescape=True))
+    if card:
+        of_card = select(Point.run_id).join(Point.outcome).join(Environment)
+        within.append(Run.id.in_(of_card.where(Environment.gpu.icontains(card, autoescape=True))))
+    chosen = select(Run.id).where(*within).order_by(*_NEWEST_FIRST).limit(limit)
+    return _frame(store, runs_of(chosen).order_by(*_NEWEST_FIRST))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
@@ -94,7 +107,25 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store)
-    return next(iter(_mappings(store, _runs(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
+    return next(iter(_mappings(store, runs_of(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
+
+
+def specs(store: Store, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The specs of runs, by id."""
+    with store.session() as session:
+        return {row.id: row.spec for row in session.execute(select(Run.id, Run.spec).where(Run.id.in_(run_ids)))}
+
+
+def headlines(store: Store, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The headline figure of runs, by id: of the first headline quantity that a run has, at its longest length, of the
+    first point there. Columns of v_metrics."""
+    declared, ids = models.DeclaredQuantity, v_metrics.c.run_id
+    of_run = and_(declared.run_id == ids, declared.name == v_metrics.c.metric, declared.role == Role.HEADLINE)
+    order = (declared.position, func.coalesce(v_metrics.c.seq_len, 0).desc(), Point.number)
+    place = func.row_number().over(partition_by=ids, order_by=order).label("place")
+    rows = select(v_metrics, place).join(declared, of_run).join(Point, Point.id == v_metrics.c.point_id)
+    found = rows.where(ids.in_(run_ids)).subquery()
+    return {row["run_id"]: row for row in _mappings(store, select(found).where(found.c.place == 1))}
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:
@@ -237,43 +268,6 @@ def counts(store: Store) -> dict[str, int]:
             "metrics": session.scalars(select(number).select_from(Point).join(Point.metrics)).one(),
             "verdicts": session.scalars(select(number).select_from(models.Verdict)).one(),
         }
-
-
-def _runs(chosen: Select) -> Select:
-    """The columns of `runs`, of the runs whose ids are chosen; the points of others are not read."""
-    tally = _tally(chosen)
-    counts = ("points", "ok", "failed", "skipped", "running", "pending", "cancelled", "again")
-    columns = (
-        *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, Run.state, Run.reason),
-        *(Run.created_at, Run.ended_at),
-        *(func.coalesce(tally.c[name], 0).label(name) for name in counts),
-        *(tally.c.heartbeat_at, tally.c.gpu, Run.git_commit, Run.git_branch, Run.git_dirty, Run.spec_hash),
-        *(Run.host, Run.submission_id, Run.resumed),
-    )
-    joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
-    return joined.where(Run.id.in_(chosen)).order_by(*_NEWEST_FIRST)
-
-
-def _tally(chosen: Select) -> Subquery:
-    """Per chosen run: point counts by state, of those measured `again` just now, the latest heartbeat, the GPU."""
-    ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
-    counted = {"failed": FAILED, **{state.value: (state,) for state in ends}}
-    return (
-        select(
-            Point.run_id,
-            func.count().label("points"),
-            *(func.sum(case((Attempt.state.in_(some), 1), else_=0)).label(name) for name, some in counted.items()),
-            func.sum(case((and_(_AGAIN, _Newest.state.in_(_UNENDED)), 1), else_=0)).label("again"),
-            func.max(func.coalesce(_Newest.heartbeat_at, Attempt.heartbeat_at)).label("heartbeat_at"),
-            func.max(Environment.gpu).label("gpu"),
-        )
-        .join(Point.outcome)
-        .join(_Newest, _OF_NEWEST)
-        .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
-        .where(Point.run_id.in_(chosen))
-        .group_by(Point.run_id)
-        .subquery()
-    )
 
 
 def _frame(store: Store, query: Select) -> pd.DataFrame:

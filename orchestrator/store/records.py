@@ -98,6 +98,7 @@ class RunRecord(_Record):
     git_dirty: bool | None = None
     code_hash: Hash | None = None  # hash of the sources of nsa_core and jobs
     submission_id: Name | None = None  # Ray's id, if run as a Ray job
+    person: Name | None = None  # who submitted it
     host: str | None = None
     artifacts: str | None = None  # folder of the run's journal, on the host that wrote it
     artifact_store: str | None = None  # URL of the store of the points' files
@@ -126,6 +127,7 @@ class PointRecord(_Record):
     estimate_bytes: Large | None = None
     state: PointState = PointState.PENDING
     reason: str | None = None
+    answers: tuple[PointState, ...] = ()  # as jobs.schema.point.Point
     resumed: Small = 0  # of the beginning that plans it
 
     @model_validator(mode="after")
@@ -233,6 +235,14 @@ class EventRecord(_Record):
     message: str
 
 
+class LabelRecord(_Record):
+    """Tags and notes of a run, in place of earlier ones."""
+
+    type: Literal["label"] = "label"
+    tags: tuple[Annotated[str, Field(pattern=r"^\S{1,40}$")], ...] = ()
+    notes: str | None = None
+
+
 @dataclass(frozen=True)
 class Progress:
     """Progress of a running point, which the database shows and no journal holds; a checkpoint has the steps and the
@@ -264,7 +274,15 @@ class RunEndRecord(_Record):
 
 
 Record = Annotated[
-    RunRecord | PointRecord | StartRecord | SeriesRecord | OutcomeRecord | ArtifactRecord | EventRecord | RunEndRecord,
+    RunRecord
+    | LabelRecord
+    | PointRecord
+    | StartRecord
+    | SeriesRecord
+    | OutcomeRecord
+    | ArtifactRecord
+    | EventRecord
+    | RunEndRecord,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -35,6 +35,7 @@ from orchestrator.store.models import Artifact, Attempt, Base, DeclaredQuantity,
 from orchestrator.store.records import (
     ArtifactRecord,
     EventRecord,
+    LabelRecord,
     OutcomeRecord,
     PointRecord,
     Progress,
@@ -211,6 +212,13 @@ def _run_ends(session: Session, records: Sequence[RunEndRecord]) -> None:
             run.state_at = run.ended_at = record.at
 
 
+def _labels(session: Session, records: Sequence[LabelRecord]) -> None:
+    for record in records:
+        run = _run(session, record.run_id, lock=True)
+        if run.labelled_at is None or record.at > run.labelled_at:
+            run.tags, run.notes, run.labelled_at = " ".join(sorted({*record.tags})), record.notes, record.at
+
+
 def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
     """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
     later, stage = record.state, {RunState.PENDING: 0, RunState.RUNNING: 1}
@@ -237,7 +245,7 @@ def _plans(session: Session, records: Sequence[PointRecord]) -> None:
         attempt.route = {}
         if number == max(point.attempts):
             point.number, point.label, point.config = record.index, record.label, record.config
-            point.estimate_bytes = record.estimate_bytes
+            point.estimate_bytes, point.answers = record.estimate_bytes, " ".join(record.answers) or None
             _set_axes(point, record)
         _choose_attempt(point)
 
@@ -401,6 +409,7 @@ def _digest(content: object) -> str:
 
 _WRITERS: dict[type, Callable[[Session, list[Any]], None]] = {
     RunRecord: _runs,
+    LabelRecord: _labels,
     PointRecord: _plans,
     StartRecord: _starts,
     OutcomeRecord: _outcomes,

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Double, Enum, MetaData, Select, String, Table, and_, case, func, select
-from sqlalchemy import literal_column as literal
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Double,
+    Enum,
+    MetaData,
+    Select,
+    String,
+    Table,
+    and_,
+    case,
+    exists,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+)
+from sqlalchemy.orm import aliased
 
 from jobs.schema.axes import AXES
-from jobs.schema.states import PointState
-from orchestrator.store.models import Base
+from jobs.schema.states import FAILED, Origin, PointState, RunState
+from orchestrator.store.models import Attempt, Base, Environment, Point, Run
 
 _tables = Base.metadata.tables
 _run, _point, _attempt, _environment = (_tables[name] for name in ("run", "point", "attempt", "environment"))
@@ -53,6 +70,63 @@ v_points = _view(
     ).select_from(_POINTS),
 )
 
+Newest, _Any = aliased(Attempt), aliased(Attempt)
+OF_NEWEST = and_(
+    Newest.point_id == Point.id,
+    Newest.number == select(func.max(_Any.number)).where(_Any.point_id == Point.id).scalar_subquery(),
+)
+"""Joins the newest attempt at a point, which may be later than the one that counts."""
+AGAIN = Newest.number > Point.attempt
+_ANSWERS = and_(Attempt.state.in_(FAILED), Point.answers.contains(Attempt.state))  # no failure, but what was asked
+_FAILS = and_(Attempt.state.in_(FAILED), or_(Point.answers.is_(None), ~Point.answers.contains(Attempt.state)))
+
+
+def _some(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Whether a run has a point whose outcome is so."""
+    outcome = and_(Attempt.point_id == Point.id, Attempt.number == Point.attempt)
+    return exists().where(Point.run_id == Run.id, outcome, condition).correlate(Run)
+
+
+_DONE = and_(Run.state == RunState.DONE, Run.origin == Origin.MEASURED)
+_NONE_OK = and_(_some(_FAILS), ~_some(Attempt.state == PointState.OK))
+HAPPENED = case((and_(_DONE, _NONE_OK), literal(RunState.FAILED, Run.state.type)), else_=Run.state)
+"""A run's state by what happened: failed where all that was measured failed, though the run went on to its end."""
+
+
+def runs_of(chosen: Select | None = None) -> Select:
+    """Runs with their point counts, of those whose ids are chosen: the points of others are not read."""
+    ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
+    counted = {"failed": _FAILS, "answered": _ANSWERS, **{each.value: Attempt.state == each for each in ends}}
+    measured_again = and_(AGAIN, Newest.state.in_((PointState.PENDING, PointState.RUNNING)))
+    points = (
+        select(
+            Point.run_id,
+            func.count().label("points"),
+            *(func.sum(case((one, 1), else_=0)).label(name) for name, one in counted.items()),
+            func.sum(case((measured_again, 1), else_=0)).label("again"),
+            func.max(func.coalesce(Newest.heartbeat_at, Attempt.heartbeat_at)).label("heartbeat_at"),
+            func.max(Environment.gpu).label("gpu"),
+        )
+        .join(Point.outcome)
+        .join(Newest, OF_NEWEST)
+        .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
+        .group_by(Point.run_id)
+    )
+    tally = (points if chosen is None else points.where(Point.run_id.in_(chosen))).subquery()
+    counts = ("points", "ok", "failed", "answered", "skipped", "running", "pending", "cancelled", "again")
+    columns = (
+        *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, HAPPENED.label("state")),
+        *(Run.state.label("stored_state"), Run.reason, Run.created_at, Run.ended_at),
+        *(func.coalesce(tally.c[name], 0).label(name) for name in counts),
+        *(tally.c.heartbeat_at, tally.c.gpu, Run.git_commit, Run.git_branch, Run.git_dirty, Run.spec_hash),
+        *(Run.person, Run.tags, Run.notes, Run.host, Run.submission_id, Run.resumed),
+    )
+    joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
+    return joined if chosen is None else joined.where(Run.id.in_(chosen))
+
+
+v_runs = _view("v_runs", runs_of())
+
 # A rate (tok/s) does not depend on how many sequences ran side by side; a time or an amount of memory does.
 _PER_SEQUENCE = case(
     (_metric.c.unit.in_(("ms", "s", "MiB")), _metric.c.value.op("/")(func.coalesce(_point.c.batch, 1))),
@@ -92,7 +166,7 @@ v_scaling = _view(
 v_throughput = _view("v_throughput", select(*_SCALING).where(v_metrics.c.metric == "throughput"))
 
 _MEMORY = ("peak_extra_memory", "peak_memory", "peak_reserved", "peak_driver", "peak_rss")
-_ESTIMATE_MIB = v_metrics.c.estimate_bytes.op("/", return_type=Double())(literal("1048576.0"))
+_ESTIMATE_MIB = v_metrics.c.estimate_bytes.op("/", return_type=Double())(literal_column("1048576.0"))
 
 v_memory = _view(
     "v_memory", select(*_SCALING, _ESTIMATE_MIB.label("estimate_mib")).where(v_metrics.c.metric.in_(_MEMORY))

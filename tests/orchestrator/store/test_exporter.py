@@ -22,6 +22,7 @@ from orchestrator.store.records import (
     ArtifactData,
     ArtifactRecord,
     EventRecord,
+    LabelRecord,
     OutcomeRecord,
     PointRecord,
     Record,
@@ -83,6 +84,7 @@ class Life:
                 "quantities": (TIME, Quantity("loss", "nat/byte", "Loss")),
                 "axes": axes,
                 "submission_id": "raysubmit_1",
+                "person": "ada",
                 "artifact_store": "s3://bucket/nsa",
             }
         )
@@ -106,6 +108,8 @@ class Life:
                 if not resumed or self.random.random() < 0.5:
                     self.plan(point)
                     self.live(point)
+            if self.random.random() < 0.5:
+                self.records.append(LabelRecord(**self.later(), tags=("b", "a"), notes="why"))
             end = self.random.choice([*RunState, None])
             if end not in (None, RunState.PENDING, RunState.RUNNING):
                 self.records.append(self.end(end))

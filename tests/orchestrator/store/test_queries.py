@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
-from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.states import Origin, PointState, RunState, run_in_words
 from orchestrator.store import Store, queries
 from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
+from orchestrator.store.views import v_runs
 
 DOCS = Path(__file__).parents[3] / "docs" / "database.md"
 RUN = "20261120-120000-demo-abcd"
@@ -66,11 +67,37 @@ def test_runs_count_their_points(filled: Store):
         ({"text": "REPORT_"}, ["seeds"]),
         ({"text": "100%"}, []),
         ({"limit": 1}, [RUN]),
+        ({"commit": "cccc"}, [RUN]),
+        ({"card": "h200"}, [RUN]),
+        ({"person": "ad"}, []),
+        ({"since": datetime(2026, 1, 1, tzinfo=UTC)}, [RUN]),
+        ({"until": datetime(2026, 1, 1, tzinfo=UTC)}, ["seeds"]),
         ({"run_ids": ["seeds", "other"]}, ["seeds"]),
     ],
 )
 def test_runs_are_filtered(filled: Store, filters: dict, found: list[str]):
     assert queries.runs(filled, **filters).run_id.tolist() == found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ends", "answers", "state", "words"),
+    [
+        ((512,), ["hang"], (), "done", "done, 1 of 2 failed"),
+        ((), ["hang", "oom"], (), "failed", "failed"),
+        ((), ["hang", "skipped"], (), "failed", "failed"),
+        ((), ["skipped"], (), "done", "done"),
+        ((512,), ["oom"], ("crash", "oom"), "done", "done"),
+        ((512,), ["hang"], ("oom",), "done", "done, 1 of 2 failed"),
+    ],
+)
+def test_the_state_of_a_run_says_what_happened(store: Store, sweep, lengths, ends, answers, state, words):
+    records = sweep(laws={"chunked": 1.0}, lengths=lengths, failures={PointState(end): "why" for end in ends})
+    update = {"answers": tuple(map(PointState, answers))}
+    store.apply_many([r.model_copy(update=update) if isinstance(r, PointRecord) else r for r in records])
+    [run] = queries.runs(store, state=state).to_dict("records")
+    assert (run["state"], run_in_words(run)) == (state, words)
+    with store.session() as session:
+        assert session.scalars(select(v_runs.c.state)).all() == [state]
 
 
 def test_a_point_in_detail(filled: Store):

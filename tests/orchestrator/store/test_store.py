@@ -21,7 +21,16 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, StoreError, queries, upgrade
 from orchestrator.store.engine import REVISIONS
 from orchestrator.store.models import Attempt, Base, Metric, Point, Run
-from orchestrator.store.records import MetricData, OutcomeRecord, Progress, Record, RunEndRecord, StartRecord
+from orchestrator.store.records import (
+    LabelRecord,
+    MetricData,
+    OutcomeRecord,
+    Progress,
+    Record,
+    RunEndRecord,
+    StartRecord,
+)
+from orchestrator.store.views import QUERIES
 
 RUN = "20261120-120000-demo-abcd"
 
@@ -51,7 +60,22 @@ def test_a_change_of_the_tables_has_a_migration():
     """Set the digest to that of the new tables once a file in migrations/versions makes them of the older ones."""
     tables = [str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Base.metadata.sorted_tables]
     digest = hashlib.sha256("".join(tables).encode()).hexdigest()[:12]
-    assert (REVISIONS[-1], digest) == ("0001", "a06ad94c0998")
+    assert (REVISIONS[-1], digest) == ("0002", "12efe16685fd")
+
+
+def test_an_older_database_is_migrated(store: Store, database_url: str, sweep):
+    store.apply_many(sweep())
+    before = rows_of(store)
+    with store.session(writes=True) as session:
+        for name in reversed(QUERIES):
+            session.execute(text(f"DROP VIEW {name}"))
+        for column in ("run.person", "run.tags", "run.notes", "run.labelled_at", "point.answers"):
+            session.execute(text("ALTER TABLE {} DROP COLUMN {}".format(*column.split("."))))
+        session.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    assert upgrade(database_url) == ("0001", "0002")
+    with Store.open(database_url) as migrated:
+        assert rows_of(migrated) == before
+        assert queries.runs(migrated)["tags"].tolist() == [""]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +240,7 @@ def test_postgres_is_migrated_only_when_asked(postgres_url: str):
     [
         (
             "ALTER TABLE attempt RENAME TO remeasurement",
-            "0001 of a version before 0.2.0, .* it: nsa import JOURNAL...$",
+            "0002 of a version before 0.2.0, .* it: nsa import JOURNAL...$",
         ),
         ("UPDATE alembic_version SET version_num = '9999'", "9999 of a newer version; update nsa-bench here$"),
     ],
@@ -238,3 +262,17 @@ def test_a_coordinate_that_would_break_views_and_fits_is_refused(store: Store, s
         store.apply_many(records)
     assert "\n" not in str(caught.value)
     assert queries.counts(store)["runs"] == 0
+
+
+def test_the_latest_labels_of_a_run_count_whichever_comes_first(store: Store, sweep):
+    records = sweep()
+    old, new = (
+        LabelRecord(run_id=RUN, at=records[0].at + timedelta(hours=n), tags=tags, notes=note)
+        for n, tags, note in ((1, ("slow",), None), (2, ("tuned", "baseline"), "with exact slots"))
+    )
+    for labels in ((new, old), (old, new)):
+        store.apply_many([*records, *labels])
+        [run] = queries.runs(store, tag="baseline").to_dict("records")
+        assert (run["tags"], run["notes"]) == ("baseline tuned", "with exact slots")
+    assert queries.runs(store, tag="base").empty
+    assert queries.runs(store, text="exact slots")["run_id"].tolist() == [RUN]
