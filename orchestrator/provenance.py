@@ -93,7 +93,10 @@ def _hash_of(begin: bytes, files: Mapping[str, Path]) -> str:
 
 def spec_hash(spec: JobSpec) -> str:
     """Hash of a validated spec, defaults included; 16 hex digits."""
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    content = spec.model_dump(mode="json")
+    if not content["only"]:  # hashes of versions that had no such field stay as they are
+        del content["only"]
+    text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -176,6 +176,7 @@ class JobSpec(Strict):
     python: Annotated[list[_Interpreter | None], _Listed, Field(min_length=1), AfterValidator(each_once)] = Field(
         default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own"
     )
+    only: list[str] = Field(default=[], description="labels of the points to measure; none: all")
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
 

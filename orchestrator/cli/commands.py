@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -32,6 +33,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
+_DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
 _TARGET = "TARGET, or TARGET/HARDWARE"
 _SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
 
@@ -40,6 +42,9 @@ Run = Annotated[
 ]
 Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="a word by which runs are found")]
+Wait = Annotated[bool, typer.Option(help="follow the job's log until it ends")]
+NamedPoint = Annotated[str, typer.Argument(metavar="POINT", help="RUN/NUMBER, e.g. last/0; `nsa show RUN` lists them")]
 Formats = Literal["md", "html", "csv", "json"]
 Rules = Annotated[Path | None, typer.Option(help="YAML of rules; default: NSA_GATES, else the project's own")]
 
@@ -192,9 +197,9 @@ def status() -> None:
         say(f"no results yet: {settings.database} does not exist")
         return
     with lookup.open_store(settings) as store:
-        console.runs(queries.runs(store, state="running"), title="Running")
+        console.runs(store, queries.runs(store, state="running"), title="Running")
         if len(waiting := queries.runs(store, state="pending")):
-            console.runs(waiting, title="Waiting for room in the cluster")
+            console.runs(store, waiting, title="Waiting for room in the cluster")
 
 
 @app.command()
@@ -204,7 +209,9 @@ def submit(
     resume: Annotated[str | None, typer.Option(help="continue this run: measure only its missing points")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="measure failed points again, too")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="validate and list the points, submit nothing")] = False,
-    wait: Annotated[bool, typer.Option(help="follow the job's log until it ends")] = True,
+    tags: Tags = None,
+    note: Annotated[str | None, typer.Option(help="a text that is shown with the run")] = None,
+    wait: Wait = True,
 ) -> None:
     """Check a spec and submit it to the Ray cluster as a job, with the files that it names by relative paths."""
     from orchestrator.cli import lookup, submission
@@ -221,12 +228,69 @@ def submit(
     if resume is not None:
         with lookup.open_store(settings) as store:
             again = ["--resume", lookup.find_run(store, resume), *again]
+    labels = [word for tag in tags or () for word in ("--tag", tag)] + ([] if note is None else ["--note", note])
     if dry_run:
         raise typer.Exit(driver.main([*args, "--dry-run", *again]))
-    driver.check(args)
-    job = submission.submit(settings, spec, overrides or [], again)
+    driver.check([*args, *labels])
+    job = submission.submit(settings, spec, overrides or [], [*again, *labels])
     if wait:
         raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+
+
+@app.command()
+def rerun(
+    point: NamedPoint,
+    local: Annotated[bool, typer.Option("--local", help="measure on this machine, without a cluster")] = False,
+    tags: Tags = None,
+    wait: Wait = True,
+) -> None:
+    """Measure one point of a run again, as a run of its own, with the sources as they are now."""
+    import tempfile
+
+    from orchestrator.cli import lookup, repro, submission
+    from orchestrator.run import driver
+    from orchestrator.store import queries
+
+    settings = load_settings()
+    with lookup.open_store(settings) as store:
+        row = lookup.find_named_point(store, point)
+        run_row = queries.run(store, row["run_id"]) or {}
+    with tempfile.TemporaryDirectory(prefix="nsa-rerun-") as folder:
+        spec = Path(folder) / "rerun.yaml"
+        spec.write_text(repro.spec_of(run_row, row))
+        words = [word for tag in tags or () for word in ("--tag", tag)]
+        if local:
+            raise typer.Exit(driver.main([str(spec), "--local", *words]))
+        driver.check([str(spec), *words])
+        job = submission.submit(settings, spec, (), words)
+    if wait:
+        raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+
+
+@app.command()
+def repro(point: NamedPoint) -> None:
+    """Print a shell script that measures one point again: its command, environment and commit."""
+    from orchestrator.cli import lookup
+    from orchestrator.cli import repro as scripts
+    from orchestrator.store import queries
+
+    with lookup.open_store() as store:
+        row = lookup.find_named_point(store, point)
+        say(scripts.script(queries.run(store, row["run_id"]) or {}, row))
+
+
+@app.command()
+def label(
+    run: Run,
+    tags: Tags = None,
+    remove: Annotated[list[str] | None, typer.Option(metavar="TAG", help="take this tag away")] = None,
+    note: Annotated[str | None, typer.Option(help="a text that is shown with the run; '' removes it")] = None,
+) -> None:
+    """Give a run tags and a note, by which `nsa runs` finds it."""
+    from orchestrator.cli import lookup, submission
+
+    with lookup.open_store(readonly=False) as store:
+        say(submission.label_run(store, lookup.find_run(store, run), tags or (), remove or (), note))
 
 
 @app.command()
@@ -234,14 +298,25 @@ def runs(
     kind: Annotated[str | None, typer.Option(help="only this job kind")] = None,
     state: Annotated[RunState | None, typer.Option(help="only this state")] = None,
     origin: Annotated[Origin | None, typer.Option(help="only these")] = None,
+    search: Annotated[str | None, typer.Option(help="in id, name, source, host, person, tags and notes")] = None,
+    person: Annotated[str | None, typer.Option(help="only of this submitter")] = None,
+    tag: Annotated[str | None, typer.Option(help="only with this tag")] = None,
+    commit: Annotated[str | None, typer.Option(help="only of the commit that begins so")] = None,
+    card: Annotated[str | None, typer.Option(help="only on a GPU with this in its name, e.g. H200")] = None,
+    since: Annotated[datetime | None, typer.Option(formats=_DATES, help="only begun then or later, UTC")] = None,
+    until: Annotated[datetime | None, typer.Option(formats=_DATES, help="only begun before, UTC")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="most to show")] = 20,
 ) -> None:
-    """List runs, newest first."""
+    """List runs, newest first, each with its headline figure and what differs from the run of its kind below it."""
     from orchestrator.cli import console, lookup
     from orchestrator.store import queries
 
+    wanted: dict[str, Any] = {"kind": kind, "state": state, "origin": origin, "text": search, "person": person}
+    wanted |= {"tag": tag, "commit": commit, "card": card, "limit": limit}
+    wanted |= {name: day.replace(tzinfo=UTC) for name, day in (("since", since), ("until", until)) if day}
     with lookup.open_store() as store:
-        console.runs(queries.runs(store, kind=kind, state=state, origin=origin, limit=limit), title="Runs")
+        found = queries.runs(store, **wanted)
+        console.runs(store, found, title="Runs")
 
 
 @app.command()

@@ -11,12 +11,14 @@ from rich.text import Text
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
-from jobs.schema.states import again_in_words
+from jobs.schema.states import again_in_words, run_in_words
 from orchestrator.cli.services import Service
 from orchestrator.judge.decisions import Decision
 from orchestrator.judge.steps import Step
+from orchestrator.report.runs import table as list_of_runs
 from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
+from orchestrator.store import Store
 
 out = wide_console()
 
@@ -34,18 +36,17 @@ def services(found: Sequence[Service]) -> None:
     table("Services", ["service", "address", "state", "pid"], rows)
 
 
-def runs(frame: pd.DataFrame, *, title: str) -> None:
+def runs(store: Store, frame: pd.DataFrame, *, title: str) -> None:
     if frame.empty:
         out.print(f"{title}: none")
-        return
-    names = ["run_id", "kind", "origin", "state", "points", "ok", "failed", "created_at"]
-    columns = ["run", *names[1:-1], "created (UTC)"]
-    table(title, columns, [[_text(row[name]) for name in names] for row in frame.to_dict("records")])
+    else:
+        out.print(list_of_runs(store, frame, title).rich(fold=True))
 
 
 def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> None:
     fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_branch", "git_dirty", "code_hash")
-    _fields(row, (*fields, "submission_id", "host", "artifacts", "artifact_store"))
+    row = {**row, "state": run_in_words(row)}
+    _fields(row, (*fields, "submission_id", "person", "tags", "notes", "host", "artifacts", "artifact_store"))
     rows = []
     for p in points.to_dict("records"):
         progress = ""
@@ -118,7 +119,7 @@ def file_name(name: str) -> str:
 def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:
     width = max(map(len, names))
     for name in names:
-        if row.get(name) is not None and not (isinstance(row[name], float) and pd.isna(row[name])):
+        if row.get(name) not in (None, "") and not (isinstance(row[name], float) and pd.isna(row[name])):
             out.print(f"{name:<{width}}  {in_a_line(row[name], 4_000)}")
 
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from jobs.hardware.driver import misfit_here
 from jobs.process import compiler_cache
@@ -56,6 +57,8 @@ def setting_rows(settings: Settings) -> list[tuple[str, str, str, str]]:
     """Environment variable, effective value (passwords masked), source and meaning of each setting."""
     effective = {"database_url": hide_password(settings.database), "artifacts": str(settings.artifacts_dir)}
     effective["artifact_store"] = settings.artifact_store_url
+    if settings.webhook:  # who knows all of it can write there
+        effective["webhook"] = f"{settings.webhook.partition('://')[0]}://{urlsplit(settings.webhook).hostname}/***"
     rows = []
     for name, field in Settings.model_fields.items():
         variable, value = f"NSA_{name.upper()}", effective.get(name) or str(getattr(settings, name))

@@ -60,6 +60,14 @@ def find_side(store: Store, text: str) -> Side:
     return Side(run_id, (run_id,))
 
 
+def find_named_point(store: Store, text: str) -> Mapping[str, Any]:
+    """The point that `text` names, as RUN/NUMBER. Raises UserError."""
+    run, _, number = text.rpartition("/")
+    if not (run and number.isdecimal() and number.isascii()):
+        raise UserError(f"POINT: {shown(text)}: names no point; write RUN/NUMBER, e.g. last/0")
+    return find_point(store, find_run(store, run), int(number))
+
+
 def find_point(store: Store, run_id: str, index: int) -> Mapping[str, Any]:
     """A run's point by its index. Raises UserError."""
     row = queries.point(store, f"{run_id}/{index}")

@@ -172,6 +172,7 @@ def service_env(settings: Settings) -> dict[str, str]:
         **({"NSA_ARTIFACT_STORE": settings.artifact_store} if settings.artifact_store else {}),
         **({"NSA_CHECKOUT": str(SOURCES)} if installation() is Installation.CHECKOUT else {}),
         **({"NSA_GATES": str(settings.gates.resolve())} if settings.gates else {}),
+        **({"NSA_WEBHOOK": settings.webhook} if settings.webhook else {}),
     }
 
 

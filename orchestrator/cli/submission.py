@@ -10,7 +10,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,8 +27,9 @@ from orchestrator.execute import ray_access
 from orchestrator.execute.upload import collect
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step
-from orchestrator.provenance import git_state
+from orchestrator.provenance import git_state, user
 from orchestrator.run import driver
+from orchestrator.run.order import labels
 from orchestrator.settings import Settings
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, read
@@ -62,7 +63,9 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
         warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")
     with tempfile.TemporaryDirectory(prefix="nsa-upload-") as folder:
         size = upload.write(package := Path(folder) / "upload.zip")
-        runtime_env = {"working_dir": str(package), "env_vars": git_state().variables}
+        person = settings.person or user()
+        variables = {**git_state().variables, **({"NSA_PERSON": person} if person else {})}
+        runtime_env = {"working_dir": str(package), "env_vars": variables}
         with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job", "look at `nsa status`"):
             job = client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env)
     say(f"submitted {job} (upload: {size / 2**20:.2f} MiB)")
@@ -142,6 +145,23 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
             journal.append(records)
         store.apply_many(records)
     return f"{gone}; marked {max(0, len(records) - 1)} unfinished points of {run_id} as cancelled{note}"
+
+
+def label_run(store: Store, run_id: str, tags: Sequence[str], remove: Sequence[str], note: str | None) -> str:
+    """Add tags to a run, remove others, set its notes; also in its journal, where that is here and not in use.
+
+    Returns the labels in a line. Raises UserError for what is no tag.
+    """
+    run = queries.run(store, run_id)
+    assert run is not None, "the caller looked the run up"
+    left = {*run["tags"].split(), *tags} - {*remove}
+    record = labels(run_id, sorted(left), run["notes"] if note is None else note or None)
+    path = Path(run["artifacts"] or "") / NAME
+    if _is_journal_of(run_id, path):
+        with suppress(JournalError), Journal(path) as journal:  # its driver has it, or it is another user's
+            journal.append([record])
+    store.apply_many([record])
+    return f"{run_id}: tags {' '.join(record.tags) or '(none)'}" + (f"; note: {record.notes}" if record.notes else "")
 
 
 def _is_journal_of(run_id: str, path: Path) -> bool:

@@ -32,8 +32,8 @@ def wide_console() -> Console:
     return PlainConsole(width=width, markup=False, soft_wrap=True)
 
 
-def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> None:
-    """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, and store the verdicts."""
+def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> list[Decision]:
+    """Print the run's results (a bench's tables, else fits, else metrics) and its verdicts, which are stored, too."""
     if benches := bench.collect(store, [run_id]):
         for table in bench.tables(benches):
             if table.rows:
@@ -50,8 +50,8 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     gates = load_gates(gates_file)
     verdicts = evaluate(store, gates, run_ids=[run_id])
     save_verdicts(store, run_id, verdicts)
-    blank = []
-    for decision in decisions(gates, verdicts):
+    blank, found = [], decisions(gates, verdicts)
+    for decision in found:
         shown = [each for each in decision.verdicts if each.measured]
         if not shown:
             blank.append(decision.name)
@@ -63,6 +63,7 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
             console.print(f"  to answer the rest: nsa plan {decision.name}")
     if blank:
         console.print(f"no evidence in this run for {', '.join(blank)}")
+    return found
 
 
 def _growth(fits: Sequence[Fit]) -> Table:

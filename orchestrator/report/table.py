@@ -60,8 +60,11 @@ class Table:
             short = all(len(row[place]) <= _LONG for row in self.rows)
             table.add_column(Text(column), no_wrap=short and not fold, overflow="fold" if fold else "ellipsis")
         for row in self.rows:
-            cells = zip(self.columns, map(in_a_line, row), strict=True)
-            table.add_row(*(Text(cell, _COLORS.get(cell, "red") if name == "state" else "") for name, cell in cells))
+            cells = []
+            for name, cell in zip(self.columns, map(in_a_line, row), strict=True):
+                color = _COLORS.get(cell.partition(",")[0], "red") if name == "state" else ""
+                cells.append(Text(cell, color))
+            table.add_row(*cells)
         return table
 
 

@@ -13,15 +13,15 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from jobs.hardware.machine import probe
 from jobs.process.compiler_cache import network_file_system
-from jobs.schema.axes import check_values
-from jobs.schema.point import EndedPoint, Machine, Point
+from jobs.schema.point import Machine
 from jobs.schema.quantities import Quantities, Role
-from jobs.schema.states import PointState, RunState
+from jobs.schema.states import PointState, RunState, run_in_words
 from jobs.specs.kinds import kind_module
-from jobs.specs.spec import JobSpec, SpecError
+from jobs.specs.spec import SpecError
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
 from orchestrator.errors import ExecutorGone, UserError
@@ -29,7 +29,7 @@ from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
 from orchestrator.report import summary
 from orchestrator.report.table import Table
-from orchestrator.run import plan
+from orchestrator.run import plan, webhook
 from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
 from orchestrator.run.scheduler import Scheduler
@@ -72,7 +72,7 @@ def check(argv: Sequence[str]) -> None:
     """Validate arguments as `main` would before it contacts anything. Raises UserError, SpecError, StoreError."""
     order = read_order(argv)
     if order.spec.device == "cpu":  # the same on every machine: points that cannot run here cannot run on the cluster
-        _checked(order.spec, order.spec.all_points(dict.fromkeys(order.spec.python, probe("cpu"))))
+        plan.points_of(order.spec, dict.fromkeys(order.spec.python, probe("cpu")))
 
 
 class _RefusedError(UserError):
@@ -109,21 +109,20 @@ def _run(order: Order, stop: _Stop) -> int:
             journal = journal or stack.enter_context(Journal(order.folder / NAME))
             recorder = stack.enter_context(Recorder(order.run_id, journal, store, terminal.warn))
         if recorder and job:  # it is shown as pending while it waits for its cluster
-            recorder.write([run.model_copy(update={"state": RunState.PENDING})])
+            recorder.write([run.model_copy(update={"state": RunState.PENDING}), *order.labels])
         try:
             executor = executor or _executor(order)
             machines = executor.probe()
-            points = _checked(order.spec, order.spec.all_points(machines))
-
-            def further(ended: Sequence[EndedPoint]) -> Sequence[Point]:
-                return _checked(order.spec, order.spec.all_points(machines, ended))
-
+            points, further = plan.points_of(order.spec, machines), partial(plan.points_of, order.spec, machines)
             todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
         except BaseException as err:
             if recorder and job:
                 recorder.write(never_began(run, err))
                 for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S):
                     terminal.warn(f"warning: {line}")
+                told = webhook.Ended(run, "failed before its first point", 0, 0)
+                if isinstance(err, Exception) and (problem := webhook.tell(order.settings, told)):
+                    terminal.warn(f"warning: {problem}")
             raise
         stop.measuring = True
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
@@ -144,17 +143,6 @@ def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, pla
     except UserError as err:  # another driver may be measuring the run just now
         raise _RefusedError(str(err)) from None
     return journal, history
-
-
-def _checked(spec: JobSpec, points: Sequence[Point]) -> Sequence[Point]:
-    """The points of a spec. Raises SpecError for values of axes that the kind did not declare so."""
-    declared = getattr(kind_module(spec.kind), "AXES", ())
-    try:
-        for point in points:
-            check_values(point.axes, declared)
-    except ValueError as err:
-        raise SpecError(f"kind: {spec.kind!r}: {err}") from None
-    return points
 
 
 def _measure(
@@ -181,7 +169,7 @@ def _measure(
             if isinstance(record, PointRecord) and record.state is PointState.SKIPPED:
                 watching.tell(f"skipped   {record.label}: {record.reason}")
         recorder.tell = watching.tell
-        recorder.write(todo.records)
+        recorder.write([*todo.records, *order.labels])
         often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
         scheduler = Scheduler(executor, recorder, watching, todo, order.conditions(machine), slots=slots, **often)
         try:
@@ -199,18 +187,25 @@ def _measure(
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         notes = recorder.close(stopped=lambda: stop.reason)
     console, states = summary.wide_console(), scheduler.states + todo.settled
+    failures = todo.failures + scheduler.failures
+    happened = RunState.FAILED if state is RunState.DONE and failures and not states[PointState.OK] else state
+    words = run_in_words({"state": happened, "failed": failures, "points": states.total()})
+    ended = webhook.Ended(todo.run, words, failures, states.total())
     rows = [[str(each), str(states[each])] for each in PointState if states[each]]
     console.print(Table("Points", "", ["state", "points"], rows).rich())
     if recorder.stored and state is not RunState.CANCELLED:
         try:
-            summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+            found = summary.print_evaluation(store, order.run_id, order.settings.gates, console)
+            ended = ended.judged(store, found) if order.settings.webhook else ended
         except UserError as err:  # the results are stored; without a verdict the run still ended well
             notes.append(f"no verdict now: {err}; judge later: nsa gate {order.run_id}")
-    for line in (*notes, f"{run}: {state}"):
+    if problem := webhook.tell(order.settings, ended):
+        notes.append(problem)
+    for line in (*notes, f"{run}: {words}"):
         console.print(line, markup=False, soft_wrap=True)
     if state is RunState.CANCELLED:
         return CANCELLED
-    good = state is RunState.DONE and not (todo.failures or scheduler.failures)
+    good = state is RunState.DONE and not (failures or todo.broken)
     return OK if good else FAILURE
 
 

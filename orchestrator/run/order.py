@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.hardware.machine import probe
+from jobs.schema.plain_text import shown
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.schema.states import RunState
@@ -31,7 +32,7 @@ from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
 from orchestrator.store import Store
 from orchestrator.store.engine import parse
-from orchestrator.store.records import EventRecord, Record, RunEndRecord, RunRecord
+from orchestrator.store.records import EventRecord, LabelRecord, Record, RunEndRecord, RunRecord
 from orchestrator.terminal import say
 
 _ASSUMED_GPU_GIB = 80
@@ -51,6 +52,7 @@ class Order:
     retry_failed: bool = False  # with `resumed`: measure failed points again, too
     local: bool = False  # on this machine, without a Ray cluster
     dry_run: bool = False  # only list the points
+    labels: tuple[LabelRecord, ...] = ()  # the run's tags and notes, where some are given
 
     @property
     def folder(self) -> Path:
@@ -114,10 +116,12 @@ def read_order(argv: Sequence[str] | None) -> Order:
             spec = spec or parse_spec(begun.spec)
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
+    run_id = args.resume or plan.new_run_id(spec.name)
     return Order(
         spec,
         settings,
-        args.resume or plan.new_run_id(spec.name),
+        run_id,
+        labels=(labels(run_id, args.tag, args.note),) if args.tag or args.note else (),
         resumed=bool(args.resume),
         retry_failed=args.retry_failed,
         local=args.local,
@@ -140,7 +144,7 @@ def print_points(order: Order) -> None:
         gib = card_of(spec.resources.accelerator_type or "")[1] or _ASSUMED_GPU_GIB
         machine = Machine("cuda", "GPU", gib << 30)
         note = f" assumed, with {gib} GiB (there is none here)"
-    points = spec.all_points(dict.fromkeys(spec.python, machine))
+    points = plan.points_of(spec, dict.fromkeys(spec.python, machine))
     skipped = sum(point.skip_reason is not None for point in points)
     say(f"{spec.name} ({spec.kind}): {len(points)} points on {machine.device}, {machine.name}{note}; {skipped} skipped")
     for index, point in enumerate(points):
@@ -169,6 +173,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local", action="store_true", help="measure on this machine, without a Ray cluster")
     parser.add_argument("--resume", metavar="RUN_ID", help="measure the points that this run lacks")
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: measure failed points again, too")
+    parser.add_argument("--tag", action="append", default=[], help="a word by which lists of runs find this one")
+    parser.add_argument("--note", help="a text that is shown with the run")
     args = parser.parse_args(argv)
     if args.resume == "":
         parser.error("--resume is empty; name a run (nsa runs lists them)")
@@ -179,6 +185,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.spec is None and args.set:
         parser.error("--set changes a SPEC, and none is given")
     return args
+
+
+def labels(run_id: str, tags: Sequence[str], notes: str | None) -> LabelRecord:
+    """The labels of a run. Raises UserError for what is no tag."""
+    for tag in tags:
+        if not re.fullmatch(r"\S{1,40}", tag):
+            raise UserError(f"--tag: {shown(tag)}: is no tag; give at most 40 characters without a space")
+    return LabelRecord(run_id=run_id, tags=tuple(tags), notes=notes)
 
 
 def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:

@@ -13,8 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jobs.schema.axes import check_values
+from jobs.schema.plain_text import shown
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import FAILED, Origin, PointState
+from jobs.specs.kinds import kind_module
+from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import Assignment
@@ -36,7 +40,7 @@ from orchestrator.store.records import (
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
-"""Points that follow from those that have ended (JobSpec.all_points)."""
+"""Points that follow from those that have ended."""
 
 
 class Plan:
@@ -54,6 +58,7 @@ class Plan:
         self.settled: Counter[PointState] = Counter()  # number of points that need no measuring
         self.labels: dict[str, str] = {}  # point id -> label, of all points
         self.failures = 0  # settled points that failed; a failure that answers a search is none
+        self.broken = False  # whether the kind's search failed
         self._machines, self._further, self._old, self._again = machines, further, old, again
         self._ids = {point.label: point_id for point_id, point in old.points.items()}
         self._ended: list[EndedPoint] = []
@@ -73,7 +78,7 @@ class Plan:
             further = self._further(self._ended) if self._ended else ()
             return [point for point in further if point.label not in planned]
         except Exception as err:  # a bug of the kind's `next_points`, which costs no point that is planned
-            self.failures += 1
+            self.broken = True
             self._further = lambda ended: ()
             problem = f"its next_points failed, and no further points are measured: {type(err).__name__}: {err}"
             message = f"kind: {self.run.kind!r}: {problem}; mend it, then continue with --resume {self.run.run_id}"
@@ -215,6 +220,24 @@ class History:
 
     run: RunRecord
     points: dict[str, PointHistory] = field(default_factory=dict)
+
+
+def points_of(
+    spec: JobSpec, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint] | None = None
+) -> list[Point]:
+    """The points of a spec, or those that follow from others. Raises SpecError if one has axes that its kind did not
+    declare so, or `only` names none."""
+    declared = getattr(kind_module(spec.kind), "AXES", ())
+    points = [point for point in spec.all_points(machines, ended) if not spec.only or point.label in spec.only]
+    if not points and spec.only and ended is None:
+        problem = "no point of the spec has this label here, or it follows from others; --dry-run lists them"
+        raise SpecError(f"only: {shown(spec.only[0])}: {problem}")
+    try:
+        for point in points:
+            check_values(point.axes, declared)
+    except ValueError as err:
+        raise SpecError(f"kind: {spec.kind!r}: {err}") from None
+    return points
 
 
 def new_run_id(name: str) -> str:

@@ -1,0 +1,61 @@
+"""The list of runs: each with its headline figure, and what differs from the run of its kind below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from jobs.schema.plain_text import in_a_line
+from jobs.schema.quantities import readable
+from jobs.schema.states import run_in_words
+from orchestrator.report.table import Table, flat
+from orchestrator.store import Store, queries
+
+_MOST = 3  # differences that are shown
+_VALUE = 30  # characters of one
+
+
+def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
+    """Runs (`queries.runs`), newest first; a column that no run fills is left out."""
+    rows = frame.to_dict("records")
+    ids = [row["run_id"] for row in rows]
+    specs, figures = queries.specs(store, ids), queries.headlines(store, ids)
+    cells = []
+    for place, row in enumerate(rows):
+        below = next((other["run_id"] for other in rows[place + 1 :] if other["kind"] == row["kind"]), "")
+        unlike = _differences(specs[row["run_id"]], specs.get(below, {}))
+        commit = (row["git_commit"] or "")[:10] + ("+" if row["git_dirty"] is True else "")
+        cells.append(
+            {
+                "run": row["run_id"],
+                "kind": row["kind"],
+                "origin": row["origin"],
+                "state": run_in_words(row),
+                **{name: str(int(row[name])) for name in ("points", "ok", "failed")},
+                "created (UTC)": f"{row['created_at']:%Y-%m-%d %H:%M:%S}",
+                "commit": commit,
+                "person": row["person"] or "",
+                "tags": row["tags"],
+                "headline figure": _figure(figures.get(row["run_id"])),
+                "differs from the one below": unlike,
+            }
+        )
+    filled = [name for name in cells[0] if any(row[name] for row in cells)]
+    return Table.of(title, "", [{name: row[name] for name in filled} for row in cells])
+
+
+def _figure(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    length = "" if row["seq_len"] is None else f" at S={row['seq_len']:,}"
+    return f"{row['metric']} {readable(row['value'], row['unit'])}: {row['implementation'] or row['label']}{length}"
+
+
+def _differences(spec: Mapping[str, Any], below: Mapping[str, Any]) -> str:
+    """The fields that both specs have with other values, and the values of the first."""
+    values, others = flat(spec), flat(below)
+    unlike = [name for name in values if name in others and name != "name" and values[name] != others[name]]
+    shown = [f"{name}={in_a_line(values[name], _VALUE)}" for name in unlike[:_MOST]]
+    return ", ".join(shown) + (f" and {len(unlike) - _MOST} more" if len(unlike) > _MOST else "")

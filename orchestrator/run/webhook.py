@@ -1,0 +1,92 @@
+"""Tells a webhook of a run's end, with its NO-GO verdicts and what got slower; a failure costs the run nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+from jobs.schema.states import Origin, Result
+from orchestrator.errors import UserError
+from orchestrator.judge.decisions import Decision
+from orchestrator.report.compare import Change, Side, compare
+from orchestrator.settings import LOOPBACK, Settings
+from orchestrator.store import Store, queries
+from orchestrator.store.records import RunRecord
+
+_TIMEOUT_S = 2.0  # Ray kills a stopped job after three seconds
+_MOST = 1_900  # characters of a text: Discord takes 2,000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that ended."""
+
+    run: RunRecord
+    state: str  # in words
+    failed: int  # points
+    points: int
+    no_go: tuple[str, ...] = ()  # targets with a sentence of the reason
+    slower: tuple[str, ...] = ()  # cells that got worse since the run of this name before
+
+    def judged(self, store: Store, decisions: Sequence[Decision]) -> Ended:
+        """With the run's NO-GO verdicts, and the cells that got worse."""
+        no_go = (f"{each.name}: {' '.join(each.sentences)}" for each in decisions if each.result is Result.NO_GO)
+        return replace(self, no_go=tuple(no_go), slower=tuple(_slower(store, self.run.run_id)))
+
+    def message(self, url: str) -> dict[str, Any]:
+        """What the server at `url` is sent: Discord's and Slack's own forms, else all fields beside the text, of which
+        Mattermost shows the text."""
+        run, path = self.run, urlsplit(url).path
+        lines = [f"{run.run_id}{f' ({run.person})' if run.person else ''}: {self.state}"]
+        lines += [f"NO-GO {each}" for each in self.no_go] + [f"slower {each}" for each in self.slower]
+        text = "\n".join(lines)[:_MOST]
+        if "/api/webhooks/" in path and not path.endswith("/slack"):
+            return {"content": text}
+        if path.startswith("/services/"):
+            return {"text": text}
+        about = {name: getattr(run, name) for name in ("run_id", "name", "kind", "person", "git_commit")}
+        return {"text": text, **about, **{name: value for name, value in asdict(self).items() if name != "run"}}
+
+
+def tell(settings: Settings, ended: Ended) -> str | None:
+    """Tell the settings' webhook, if there is one. Returns a line about a failure."""
+    if (url := settings.webhook) is None:
+        return None
+    try:
+        content = json.dumps(ended.message(url)).encode()
+        request = Request(url, content, {"Content-Type": "application/json", "User-Agent": "nsa-bench"})
+        local = urlsplit(url).hostname in (LOOPBACK, "localhost")  # which a proxy does not reach
+        with build_opener(ProxyHandler({} if local else None)).open(request, timeout=_TIMEOUT_S):
+            return None
+    except Exception as err:  # whatever it is; only errors of the network say nothing of the URL, which is a secret
+        why = str(err) if isinstance(err, OSError) else type(err).__name__
+        return f"NSA_WEBHOOK: was not told of the run's end ({why}); correct it, or remove it"
+
+
+def _slower(store: Store, run_id: str) -> list[str]:
+    """The cells in which a run's headline quantity is worse than in the run of its name, kind and card before it."""
+    runs, figures = queries.runs(store, origin=Origin.MEASURED), queries.headlines(store, [run_id])
+    rows = runs.loc[(runs["ok"] > 0) | (runs["run_id"] == run_id)].to_dict("records")
+    place = next(number for number, row in enumerate(rows) if row["run_id"] == run_id)
+    same = ("name", "kind", "gpu")
+    before = (row for row in rows[place + 1 :] if all(row[name] == rows[place][name] for name in same))
+    if not figures or (earlier := next(before, None)) is None:
+        return []
+    sides = [Side(each, (each,)) for each in (earlier["run_id"], run_id)]
+    try:
+        [compared] = compare(store, sides[0], sides[1:], figures[run_id]["metric"])
+    except UserError:  # the runs have no cell in common
+        return []
+    worse = [cell for cell in compared.cells if cell.change in (Change.WORSE, Change.FAILED)]
+    quantity, labels = compared.quantity, ("implementation", "pass", "seq_len")
+    found = []
+    for cell in worse:
+        values = dict(cell.cell)
+        name = " ".join(str(values[label]) for label in labels if values.get(label) is not None)
+        ratio = f"{cell.ratio:.3g} times" if cell.change is Change.WORSE else cell.note
+        found.append(f"than {earlier['run_id']}: {quantity.name} of {name}: {ratio}")
+    return found

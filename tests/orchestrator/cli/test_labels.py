@@ -1,0 +1,41 @@
+"""Labels of runs, and one point again: as a run of its own, as a script."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from nsa_command import Nsa
+
+from orchestrator.run import driver
+from orchestrator.store import journal
+
+SPEC = "kind: snippet\nname: test\ndevice: cpu\ncodes: [value = 1.5, raise ValueError, value = 2.5]\n"
+
+
+@pytest.mark.usefixtures("snippet_kind")
+def test_a_run_is_labelled_and_found_and_a_point_of_it_measured_again(nsa: Nsa, home, monkeypatch) -> None:
+    (home / "spec.yaml").write_text(SPEC)
+    monkeypatch.setenv("NSA_PERSON", "ada")
+    assert driver.main([str(home / "spec.yaml"), "--local", "--tag", "first", "--note", "by hand"]) == 1
+    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
+    run_id = path.parent.name
+    *_, labelled = nsa("label", "last", "--tag", "best", "--remove", "first").out.splitlines()
+    assert labelled == f"{run_id}: tags best; note: by hand"
+    assert [record.type for record in journal.read(path)].count("label") == 2
+    for given in ("--tag best", "--person ADA", "--search hand", "--since 2026-01-01"):
+        listed = nsa("runs", *given.split()).out
+        assert run_id in listed, given
+        assert "done, 1 of 3 failed" in listed
+    assert nsa("runs", "--tag", "first").out == "Runs: none\n"
+    assert nsa("label", "last", "--tag", "two words").err.startswith("error: --tag: 'two words': is no tag")
+
+    script = nsa("repro", f"{run_id}/2").out
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+    assert "git worktree add" in script
+    assert nsa("rerun", f"{run_id}/1", "--local").code == 1
+    [*_, newest, oldest] = nsa("runs").out.splitlines()
+    assert (newest.split()[3], oldest.split()[3]) == ("failed", "done,")
+    assert "only=['" in newest
+    assert nsa("rerun", "last/9", "--local").err.startswith("error: --point: 9: run ")
+    assert nsa("repro", "last").err == "error: POINT: 'last': names no point; write RUN/NUMBER, e.g. last/0\n"

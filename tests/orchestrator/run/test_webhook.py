@@ -1,0 +1,74 @@
+"""The webhook is told of a run's end, tried against a server on loopback; its failure costs a run nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from made_up_runs import make_sweep
+
+from orchestrator.run import driver
+from orchestrator.run.webhook import Ended
+from orchestrator.store import Store
+from orchestrator.store.records import OutcomeRecord, RunRecord
+
+RUN = "20261121-120000-demo-abcd"
+
+
+@pytest.fixture
+def told() -> Iterator[tuple[str, list[dict]]]:
+    """The address of a server on loopback, and what it is sent."""
+    received = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if self.path == "/broken" else 204)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
+
+
+def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
+    home, spec, told, monkeypatch, capsys, quick_probe
+) -> None:
+    url, received = told
+    monkeypatch.setenv("NSA_PERSON", "ada")
+    for path, problem in (("/hook", ""), ("/broken", "NSA_WEBHOOK: was not told of the run's end (HTTP Error 500")):
+        monkeypatch.setenv("NSA_WEBHOOK", url + path)
+        assert driver.main([str(spec("value = 1.0", "raise ValueError")), "--local"]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith(problem) for line in lines)
+        assert lines[-1].endswith(": done, 1 of 2 failed")
+    message = received[0]
+    assert message["text"] == f"{message['run_id']} (ada): done, 1 of 2 failed"
+    assert (message["failed"], message["points"], message["no_go"], message["slower"]) == (1, 2, [], [])
+
+
+def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
+    """What got slower since the run of this name before is in all of them."""
+    laws, lengths = {"chunked": 1.0}, (512, 1024)
+    sqlite_store.apply_many(make_sweep(laws=laws, lengths=lengths))
+    after = make_sweep(RUN, laws, lengths)
+    for place, record in enumerate(after):
+        after[place] = record.model_copy(update={"at": record.at.replace(day=21)})
+        if isinstance(record, OutcomeRecord) and record.point_id.endswith("/0"):
+            time, *others = record.metrics
+            slow = time.model_copy(update={"value": 1.5, "samples": tuple(1.5 + n / 1e6 for n in range(6))})
+            after[place] = after[place].model_copy(update={"metrics": (slow, *others)})
+    sqlite_store.apply_many(after)
+    assert isinstance(after[0], RunRecord)
+    ended = Ended(after[0], "done", 0, 2).judged(sqlite_store, [])
+    [slower] = ended.slower
+    assert slower.startswith("than 20261120-120000-demo-abcd: time of chunked forward+backward 512: 1.5")
+    text = f"{RUN}: done\nslower {slower}"
+    assert ended.message("https://discord.com/api/webhooks/1/a") == {"content": text}
+    assert ended.message("https://hooks.slack.com/services/T/B/x") == {"text": text}
+    plain = ended.message("https://mattermost.example.org/hooks/x")
+    assert (plain["text"], plain["run_id"], plain["slower"]) == (text, RUN, (slower,))
