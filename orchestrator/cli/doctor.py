@@ -181,7 +181,8 @@ def _ray(settings: Settings, ray: Service) -> list[Finding]:
 
 def _database(settings: Settings) -> Finding:
     try:
-        Store.open(settings.database, create=False, readonly=True).close()
+        with Store.open(settings.database, create=False, readonly=True):
+            pass
     except StoreError as err:
         return Finding("database", MISSING if settings.no_database_yet else BROKEN, str(err), "nsa db upgrade")
     problem = database_problem(settings)

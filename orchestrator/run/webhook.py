@@ -33,9 +33,29 @@ class Ended:
     slower: tuple[str, ...] = ()  # cells that got worse since the run of this name before
 
     def judged(self, store: Store, decisions: Sequence[Decision]) -> Ended:
-        """With the run's NO-GO verdicts, and the cells that got worse."""
+        """With the run's NO-GO verdicts, and the cells in which its headline quantity is worse than in the run of its
+        name, kind and card before it."""
         no_go = (f"{each.name}: {' '.join(each.sentences)}" for each in decisions if each.result is Result.NO_GO)
-        return replace(self, no_go=tuple(no_go), slower=tuple(_slower(store, self.run.run_id)))
+        found, run_id = replace(self, no_go=tuple(no_go)), self.run.run_id
+        runs, figures = queries.runs(store, origin=Origin.MEASURED), queries.headlines(store, [run_id])
+        [own] = runs.loc[runs["run_id"] == run_id].to_dict("records")
+        same = [runs[name].fillna("") == (own[name] or "") for name in ("name", "kind", "gpu")]
+        before = runs.loc[same[0] & same[1] & same[2] & (runs["ok"] > 0) & (runs["created_at"] < own["created_at"])]
+        if not figures or before.empty:
+            return found
+        earlier = before["run_id"].iloc[0]
+        try:
+            sides = [Side(each, (each,)) for each in (earlier, run_id)]
+            [compared] = compare(store, sides[0], sides[1:], figures[run_id]["metric"])
+        except UserError:  # the runs have no cell in common
+            return found
+        slower = []
+        for cell in (each for each in compared.cells if each.change in (Change.WORSE, Change.FAILED)):
+            values = dict(cell.cell)
+            name = " ".join(values[label] for label in ("implementation", "pass", "seq_len") if label in values)
+            ratio = f"{cell.ratio:.3g} times" if cell.change is Change.WORSE else cell.note
+            slower.append(f"than {earlier}: {compared.quantity.name} of {name}: {ratio}")
+        return replace(found, slower=tuple(slower))
 
     def message(self, url: str) -> dict[str, Any]:
         """What the server at `url` is sent: Discord's and Slack's own forms, else all fields beside the text, of which
@@ -65,28 +85,3 @@ def tell(settings: Settings, ended: Ended) -> str | None:
     except Exception as err:  # whatever it is; only errors of the network say nothing of the URL, which is a secret
         why = str(err) if isinstance(err, OSError) else type(err).__name__
         return f"NSA_WEBHOOK: was not told of the run's end ({why}); correct it, or remove it"
-
-
-def _slower(store: Store, run_id: str) -> list[str]:
-    """The cells in which a run's headline quantity is worse than in the run of its name, kind and card before it."""
-    runs, figures = queries.runs(store, origin=Origin.MEASURED), queries.headlines(store, [run_id])
-    rows = runs.loc[(runs["ok"] > 0) | (runs["run_id"] == run_id)].to_dict("records")
-    place = next(number for number, row in enumerate(rows) if row["run_id"] == run_id)
-    same = ("name", "kind", "gpu")
-    before = (row for row in rows[place + 1 :] if all(row[name] == rows[place][name] for name in same))
-    if not figures or (earlier := next(before, None)) is None:
-        return []
-    sides = [Side(each, (each,)) for each in (earlier["run_id"], run_id)]
-    try:
-        [compared] = compare(store, sides[0], sides[1:], figures[run_id]["metric"])
-    except UserError:  # the runs have no cell in common
-        return []
-    worse = [cell for cell in compared.cells if cell.change in (Change.WORSE, Change.FAILED)]
-    quantity, labels = compared.quantity, ("implementation", "pass", "seq_len")
-    found = []
-    for cell in worse:
-        values = dict(cell.cell)
-        name = " ".join(str(values[label]) for label in labels if values.get(label) is not None)
-        ratio = f"{cell.ratio:.3g} times" if cell.change is Change.WORSE else cell.note
-        found.append(f"than {earlier['run_id']}: {quantity.name} of {name}: {ratio}")
-    return found

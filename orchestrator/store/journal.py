@@ -122,11 +122,8 @@ class Journal(AbstractContextManager["Journal"]):
                 place += len(line)
         return records, place
 
-    def close(self) -> None:
-        self._file.close()
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._file.close()
 
 
 class Recorder(AbstractContextManager["Recorder"]):

@@ -153,11 +153,8 @@ class Store(AbstractContextManager["Store"]):
         with self.session(writes=True) as session:
             session.execute(running.values(heartbeat_at=sign.at, phase=without_nul(sign.phase), **progress))
 
-    def close(self) -> None:
-        self.engine.dispose()
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.engine.dispose()
 
 
 def apply(session: Session, records: Iterable[Record]) -> None:

@@ -93,7 +93,7 @@ def test_a_file_that_is_locked_is_unavailable(sqlite_store: Store, sweep, monkey
         with pytest.raises(StoreUnavailable, match="locked"):
             second.apply_many([sweep()[0]])
     second.apply_many([sweep()[0]])
-    second.close()
+    second.engine.dispose()
 
 
 @pytest.mark.parametrize("heads", [[], ["1a2b", "3c4d"]], ids=["no version", "two versions"])
