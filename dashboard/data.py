@@ -134,7 +134,7 @@ def open_store() -> Store:
     return _open(settings.database, file)
 
 
-@st.cache_resource(ttl="10m", max_entries=4, show_spinner=False, on_release=Store.close)
+@st.cache_resource(ttl="10m", max_entries=4, show_spinner=False, on_release=lambda store: store.engine.dispose())
 def _open(url: str, file: str | None) -> Store:  # `file` is part of the cache's key only
     return Store.open(url, create=False, readonly=True)
 
