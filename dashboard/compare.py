@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-import altair as alt
 import pandas as pd
 import streamlit as st
 
-from dashboard import data, help_pages, parts
+from dashboard import data, grids, help_pages, parts
 from dashboard.address import known_values
 from jobs.schema.quantities import Better, Quantity
 from jobs.schema.states import Origin
+from orchestrator.report.charts import Chart, drawn
 from orchestrator.report.compare import Change, Compared, Comparison, coordinates, summary, word
 
 _LOOKS = {  # colour and icon
@@ -58,7 +58,7 @@ def _result(comparison: Comparison) -> None:
     rows = pd.DataFrame([_row(cell, quantity) for cell in cells])
     # Cells that differ in batch or dtype alone would lie on one another.
     if any(not math.isnan(cell.ratio) for cell in cells) and not rows.duplicated(["where", "S"]).any():
-        st.altair_chart(_heat(rows, quantity.better), alt="Ratio of each cell, after divided by before")
+        grids.chart(_heat(rows, f"{quantity.title}: after, divided by before", quantity.better))
     st.dataframe(
         rows.drop(columns=["where", "label"]),
         hide_index=True,
@@ -90,19 +90,11 @@ def _row(cell: Compared, quantity: Quantity) -> dict[str, object]:
     }
 
 
-def _heat(rows: pd.DataFrame, better: Better | None) -> alt.LayerChart | alt.FacetChart:
+def _heat(rows: pd.DataFrame, title: str, better: Better | None) -> Chart:
     """Cells by implementation, pass and shape, and by length; red is worse, green better."""
     lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
-    base = alt.Chart(rows).encode(
-        x=alt.X("S:N", sort=lengths, axis=alt.Axis(labelAngle=0, orient="top", title="S")),
-        y=alt.Y("where:N", title=None, axis=alt.Axis(labelLimit=400, labelOverlap=False)),
-        tooltip=["where", "S", "batch", "before", "after", "ratio", "result"],
-    )
     worst = -_WIDEST if better is Better.HIGHER else _WIDEST
-    scale = alt.Scale(scheme="redyellowgreen", domain=[1 + worst, 1 - worst], clamp=True)
-    squares = base.mark_rect().encode(color=alt.Color("ratio:Q", scale=scale, legend=None))
-    height = 60 + 28 * rows["where"].nunique()  # its axis included
-    return alt.layer(squares, base.mark_text(color="black").encode(text="label:N")).properties(height=height)
+    return drawn("ratios", rows.to_dict("records"), title=title, lengths=lengths, domain=[1 + worst, 1 - worst])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from orchestrator.judge.decisions import Decision, decisions
 from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.judge.verdicts import judge
-from orchestrator.report import kinds
+from orchestrator.report import charts
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
@@ -54,7 +54,7 @@ counts = _read(queries.counts)
 quantities = _read(queries.quantities)
 own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
-kind_charts = _read(kinds.kind_charts)
+kind_charts = _read(charts.kind_charts)
 
 
 def running(store: Store, run_id: str) -> list[dict[Any, Any]]:

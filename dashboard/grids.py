@@ -14,7 +14,7 @@ from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Quantities, Role, in_words
 from jobs.schema.states import Origin, again_in_words
 from orchestrator.report import series
-from orchestrator.report.charts import length_label
+from orchestrator.report.charts import Chart, length_label
 
 
 def runs(frame: pd.DataFrame, key: str) -> str | None:
@@ -140,6 +140,14 @@ def facts(values: Mapping[str, str]) -> None:
     """Draw names with their values, which are Markdown."""
     rows = [{"": name, " ": value} for name, value in values.items()]
     st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=True)
+
+
+def chart(chart: Chart, key: str | None = None, height: int = 330) -> None:
+    """Draw a chart with its title and legend, so high in pixels unless it has a height of its own."""
+    own = chart.spec.keys() & {"facet", "height"}
+    st.vega_lite_chart(
+        pd.DataFrame(chart.rows), chart.spec, height="content" if own else height, key=key, alt=chart.title
+    )
 
 
 def took(run: dict) -> str:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import streamlit as st
 from pydantic import ValidationError
@@ -15,11 +14,11 @@ from pydantic import ValidationError
 from dashboard import data, grids, parts
 from jobs.schema.quantities import LIVE, Quantities, written_unit
 from jobs.schema.training_plan import TrainingPlan
-from orchestrator.report.series import BLUE
+from orchestrator.report.charts import Chart, drawn
 from orchestrator.store import Store
 
 _SHOWN = 400  # samples drawn of a series; the first and the last are always among them
-_HEIGHT = 180
+_HEIGHT = 230  # pixels
 _FIRST = (
     *("loss", "throughput", "mfu", "rank_imbalance", "gpu_utilization", "cpu_utilization"),
     *("training_memory", "gpu_memory_used"),
@@ -56,9 +55,10 @@ def live_series(store: Store, point_id: str) -> None:
             value = parts.number(max(last), unit)
             if len(last) > 1:
                 value = f"{parts.number(min(last))} to {value}, {len(last)} ranks"
-            column.caption(parts.plain(f"{quantities.of(name, unit).title}: {value}"))
-            drawn = _chart(rows, (frame["at"].min(), frame["at"].max()), unit)
-            column.altair_chart(drawn, key=f"series {name}")
+            title = f"{quantities.of(name, unit).title}: {value}"
+            with column:
+                chart = _chart(rows, (frame["at"].min(), frame["at"].max()), title, unit)
+                grids.chart(chart, key=f"series {name}", height=_HEIGHT)
 
 
 def remaining(point: Mapping[str, Any]) -> str:
@@ -115,22 +115,23 @@ def _expectations(point: Mapping[str, Any], frame: pd.DataFrame, metrics: pd.Dat
     return rows
 
 
-def _chart(rows: pd.DataFrame, span: tuple[Any, Any], unit: str) -> alt.Chart:
+def _chart(rows: pd.DataFrame, span: tuple[Any, Any], title: str, unit: str) -> Chart:
     """Line chart of one series against the time since the first of two Timestamps, up to the second; a line a rank."""
     whole = max(1.0, (span[1] - span[0]).total_seconds())
     scale, name = next((s, n) for s, n in ((3600, "h"), (60, "min"), (1, "s")) if whole >= 2 * s or s == 1)
     shown: Any = rows[["value", "step"]].assign(
         elapsed=(rows["at"] - span[0]).dt.total_seconds() / scale, rank=rows["rank"].astype(str)
     )
-    legend = alt.Legend(title="rank", orient="bottom", columns=8)
-    color = alt.Color("rank:N", legend=legend) if shown["rank"].nunique() > 1 else alt.value(BLUE)
     low, high = min(shown["value"]), max(shown["value"])
     far_from_zero = low > 0 and high - low < 0.5 * high  # an axis from zero would hide the changes
-    zero = unit == "%" or not far_from_zero
-    domain, ticks = alt.Scale(domain=[0, whole / scale], nice=False), alt.Axis(grid=False, tickCount=5)
-    x, title = alt.X("elapsed:Q", title=f"time [{name}]", scale=domain, axis=ticks), written_unit(unit)
-    axis = alt.Axis(tickCount=4, format=",.6~r", labelFlush=False)
-    y = alt.Y("value:Q", title=title if unit != "1" else None, scale=alt.Scale(zero=zero), axis=axis)
-    tooltip = ["step:Q", alt.Tooltip("value:Q", format=".4g"), "rank:N"]
-    line = alt.Chart(shown, height=_HEIGHT).mark_line(point=len(shown) < 3)
-    return line.encode(x=x, y=y, color=color, tooltip=tooltip).properties(width="container")
+    return drawn(
+        "live",
+        shown.to_dict("records"),
+        title=title,
+        time=f"time [{name}]",
+        unit=written_unit(unit) if unit != "1" else None,
+        domain=[0, whole / scale],
+        zero=unit == "%" or not far_from_zero,
+        few=len(shown) < 3,
+        legend={"columns": 8} if shown["rank"].nunique() > 1 else None,
+    )

@@ -23,7 +23,6 @@ from orchestrator.store import Store
 _WARNINGS = 5
 _REASONS = 50
 _NAME = 100  # characters shown of a name
-_CHART_HEIGHT = 330  # pixels, title and legend included
 
 
 @data.explained
@@ -139,8 +138,8 @@ def _answer(store: Store, run: dict[str, Any], points: pd.DataFrame) -> None:
     """Draw the charts that answer the question of the run's kind side by side, its warnings, and why points failed."""
     charts = data.kind_charts(store, run["run_id"], run["kind"])
     for column, chart in zip(st.columns(len(charts) or 1), charts, strict=False):
-        height = "content" if chart.spec.keys() & {"facet", "height"} else _CHART_HEIGHT
-        column.vega_lite_chart(pd.DataFrame(chart.rows), chart.spec, height=height, key=chart.title, alt=chart.title)
+        with column:
+            grids.chart(chart, key=chart.title)
     _warnings(data.events(store, run["run_id"])["message"].tolist())
     reasons = [row for row in points.to_dict("records") if row["reason"]]
     if reasons:
@@ -243,8 +242,8 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         quantity = quantities.of(row["name"], row["unit"])
         if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is the inverse of a time
             continue
-        st.caption(parts.plain(f"{quantity.title}: all {len(row['samples'])} samples"))
-        st.altair_chart(samples_chart(row["samples"], row["unit"]))
+        title = f"{quantity.title}: all {len(row['samples'])} samples"
+        grids.chart(samples_chart(row["samples"], title, row["unit"]), height=210)
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
     facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -11,7 +11,6 @@ import streamlit as st
 from dashboard import data, grids, help_pages, parts
 from dashboard.address import NONE, bound, leave
 from jobs.schema import quantities as declared
-from jobs.schema.plain_text import for_html
 from jobs.schema.quantities import AGAINST_LENGTH, Quantities, Quantity
 from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.judge.branches import BranchShares, take_overs
@@ -24,7 +23,7 @@ MEMORY = tuple(quantity.name for quantity in declared.MEMORY)  # a chart needs o
 BESIDE, TOGETHER = "beside", "together"
 _RECENT = 200  # complete runs among which the default is looked for
 _ENOUGH = 5  # lengths that make a sweep worth opening with
-CHART_HEIGHT = 380  # pixels
+CHART_HEIGHT = 470  # pixels, without the legend
 GROWTH = (
     "The exponent p of value = overhead + c · S^p per sequence, on the longest range of lengths on which it holds; "
     "paler points are outside. Where overhead + linear + quadratic describes the values better than any power, the "
@@ -32,7 +31,6 @@ GROWTH = (
 )
 _WAITING = (PointState.PENDING, PointState.RUNNING)
 NO_NUMBER = (*FAILED, PointState.SKIPPED, PointState.CANCELLED)
-_NAME = 300  # characters shown of a name in a legend
 
 
 class Choice(NamedTuple):
@@ -213,29 +211,18 @@ def _draw(panels: Sequence[tuple[str, Quantity, pd.DataFrame]], fits: pd.DataFra
         pair = panels[first : first + 2]
         for column, (title, quantity, rows) in zip(st.columns(min(2, len(panels)), gap="medium"), pair, strict=False):
             with column:
-                st.subheader(parts.plain(title))
                 shown = drawable(rows, quantity)
                 if shown.empty:
-                    st.caption("A logarithmic axis can show none of the values, such as zero.")
+                    st.caption(f"{parts.plain(title)}: a logarithmic axis can show none of the values, such as zero.")
                     continue
                 common = []  # properties of the chart's points: run, workload, pass, dtype, hardware
                 for name in ("run_name", "workload", "pass", "dtype", "gpu"):
                     found = sorted({value for value in shown[name] if isinstance(value, str)})
                     common += [", ".join(found)] if 0 < len(found) <= 3 else []
                 common += ["CPU"] if set(shown["device"]) == {"cpu"} else []
-                st.caption(parts.plain(" · ".join(common)))
-                chart, legend = scaling_chart(shown, fits, quantity, height=CHART_HEIGHT, legend=False)
-                st.altair_chart(chart, alt=f"{title}: {quantity.title} against sequence length")
-                show_legend(legend)
-
-
-def show_legend(entries: Iterable[tuple[str, series.Look]]) -> None:
-    """Draw each series' mark and name as text of the page, where no name is cut."""
-    html = ""
-    for name, look in entries:
-        mark = f'<span style="color: {look.color}">{look.sign}</span>'
-        html += f"<span>{mark}<span>{for_html(name, _NAME)}</span></span>"
-    st.html(f'<div class="legend">{html}</div>')
+                chart = scaling_chart(shown, fits, quantity, [title, " · ".join(common)])
+                height = CHART_HEIGHT + 26 * len(set(shown["implementation"]))
+                st.altair_chart(chart, height=height, alt=f"{title}: {quantity.title} against sequence length")
 
 
 def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
@@ -250,16 +237,13 @@ def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:
     left, right = st.columns(2, gap="medium")
     with left:
         if shown["exponent"].notna().any():
-            chart = charts.exponent_chart(shown, quantities)
-            st.altair_chart(chart, alt="Fitted exponents beside linear and quadratic growth")
+            grids.chart(charts.exponent_chart(shown, quantities))
         else:
             st.caption("No power law describes the growth; the grid has its parts.")
     with right:
         times = shown.loc[~shown["metric"].isin(MEMORY)]
         bends = times.loc[times["metric"] == times["metric"].iloc[0]] if len(times) else shown
-        chart, legend = charts.local_chart(bends, quantities)
-        st.altair_chart(chart, alt="Local exponents against sequence length, beside linear and quadratic growth")
-        show_legend(legend)
+        grids.chart(charts.local_chart(bends, quantities))
     st.subheader("Fitted exponents")
     st.caption("Click a row to open its run.")
     others = ordered.loc[~ordered.index.isin(shown.index)]  # further kinds of memory
@@ -280,9 +264,7 @@ def _branches(shares: Sequence[BranchShares]) -> None:
         title = names[series.key(identity)]
         left, right = st.columns(2, gap="medium")
         with left:
-            chart, legend = charts.branch_chart([share for share in shares if share.series == one.series])
-            st.altair_chart(chart, alt=f"{title}: share of each branch against sequence length")
-            show_legend(legend)
+            grids.chart(charts.branch_chart([share for share in shares if share.series == one.series]))
         right.subheader(parts.plain(title))
         right.markdown(parts.plain(one.sentence))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -17,7 +17,7 @@ import pandas as pd
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Plot, Quantities, Quantity
 from orchestrator.report import series
-from orchestrator.report.charts import Legend, at, length_axis, length_label
+from orchestrator.report.charts import length_label
 from orchestrator.report.series import GREY, Row
 
 Frame = Any  # a DataFrame: pandas' stubs refuse much of what it takes
@@ -26,6 +26,8 @@ _TITLE = 40  # characters of an axis title that fit in one line
 _PALE = 0.35  # opacity of points that a fit leaves out
 _MOST_SERIES, _MOST_POINTS = 60, 4000  # of a chart: more cannot be told apart, and Altair refuses 5,000 rows
 _LEAST, _MOST = 1e-300, 1e300  # values that axes and guides around them can be computed for
+
+_LINES = "split(replace(datum.label, '; ', '  ~ '), length(datum.label) > 60 ? '  ~ ' : '\\n')"  # of a legend's entry
 
 # Guide slopes on log-log axes and their labels, by kind of plot.
 _GUIDES = {
@@ -49,8 +51,8 @@ _SCALES = {
 
 
 def scaling_chart(
-    rows: pd.DataFrame, fits: pd.DataFrame, quantity: Quantity, *, height: int = 340, legend: bool = True
-) -> tuple[alt.LayerChart, Legend]:
+    rows: pd.DataFrame, fits: pd.DataFrame, quantity: Quantity, title: Sequence[str] = ()
+) -> alt.LayerChart:
     """A quantity per sequence against the sequence length: points, intervals, fitted lines, guide slopes.
 
     Of many series, those with the most lengths are drawn, and a line above the chart says how many are not.
@@ -58,7 +60,7 @@ def scaling_chart(
     Args:
         rows: rows of `v_scaling`, some of them `drawable`; other metrics are left out.
         fits: `orchestrator.judge.analysis.fits_frame`; those of other metrics and series are left out.
-        legend: whether the legend is in the chart itself, too.
+        title: the title, and lines below it.
     """
     every = _points(rows, quantity)
     lengths = every.groupby("key")["seq_len"].nunique().sort_values(ascending=False, kind="stable")
@@ -73,8 +75,8 @@ def scaling_chart(
     start = points.loc[points["seq_len"] == points["seq_len"].min(), "y"]
     grows = _GUIDES[quantity.plot or Plot.GROWTH][-1][0] > 0
     anchor = start.min() / 1.6 if grows else start.max() * 1.4
-    x, y = length_axis(points["seq_len"].tolist()), _value_axis(points, quantity, anchor)
-    color, shape = _looks(entries, shown=legend)
+    x, y = _length_axis(points["seq_len"].tolist()), _value_axis(points, quantity, anchor)
+    color, shape = _looks(entries)
     pale = alt.Opacity("opacity:Q", scale=None, legend=None)
     interval = alt.Chart(points).mark_rule(strokeWidth=2)
     marks = [  # filled for measured points, hollow for reported ones
@@ -86,21 +88,23 @@ def scaling_chart(
     layers = [
         *_guides(points, quantity, anchor, x, y),
         *_fit_lines(points, laws, x, y, color),
-        interval.encode(x=x, y=at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
+        interval.encode(x=x, y=_at(y, "low:Q"), y2="high:Q", color=color, opacity=pale),
         *marks,
     ]
-    chart = alt.LayerChart(layer=layers).properties(height=height)
+    lines = list(title)
     if len(points) < len(every):
         drawn = f"{len(points):,} of {len(every):,} points, {points['key'].nunique():,} of {len(lengths):,} series"
-        chart = chart.properties(title=alt.Title(f"drawn: {drawn}", fontSize=12, fontWeight="normal"))
-    return chart, list(entries.items())
+        lines.append(f"drawn: {drawn}")
+    chart = alt.LayerChart(layer=layers).properties(height=340)
+    return chart.properties(title=alt.Title(lines[0], subtitle=lines[1:], anchor="start")) if lines else chart
 
 
-def _looks(entries: dict[str, series.Look], *, shown: bool) -> tuple[alt.Color, alt.Shape]:
+def _looks(entries: dict[str, series.Look]) -> tuple[alt.Color, alt.Shape]:
     """Colour and mark of each series, in one legend, where every name has the room that it needs."""
     columns = 2 if max(map(len, entries)) < 30 else 1
-    style = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=0, symbolSize=90, symbolOpacity=1)
-    legend = style if shown else None
+    legend = alt.Legend(
+        title=None, orient="bottom", columns=columns, labelLimit=0, symbolSize=90, symbolOpacity=1, labelExpr=_LINES
+    )
     colors = alt.Scale(domain=list(entries), range=[look.color for look in entries.values()])
     marks = alt.Scale(domain=list(entries), range=[look.mark for look in entries.values()])
     return alt.Color("series:N", scale=colors, legend=legend), alt.Shape("series:N", scale=marks, legend=legend)
@@ -215,3 +219,27 @@ def _tooltip(points: Frame, quantity: Quantity) -> list[alt.Tooltip]:
     numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
     tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
     return tooltip + [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
+
+
+def _length_axis(lengths: Sequence[float]) -> alt.X:
+    """The axis of the sequence length, wide enough for the lengths."""
+    first, last = math.floor(math.log2(min(lengths))), math.ceil(math.log2(max(lengths)))
+    label = (
+        "datum.value >= 1048576 ? datum.value / 1048576 + 'M' :"
+        " datum.value >= 1024 ? datum.value / 1024 + 'K' : datum.value"
+    )
+    left, right = 2**0.25, 2**0.5  # room for the points, and for the names of the guides
+    values = [2**k for k in range(first, last + 1, 1 if last - first <= 9 else 2)]
+    return alt.X(
+        "seq_len:Q",
+        title="sequence length S [tokens]",
+        scale=alt.Scale(type="log", base=2, domain=[min(lengths) / left, max(lengths) * right], nice=False),
+        axis=alt.Axis(values=values, labelExpr=label, gridOpacity=0.35),
+    )
+
+
+def _at(axis: Any, field: str) -> Any:
+    """A copy of the axis for another field."""
+    other = axis.copy()
+    other.shorthand = field
+    return other

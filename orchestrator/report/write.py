@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from jobs.schema.axes import AXES, more_columns
-from jobs.schema.plain_text import in_a_line, printable
+from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
 from jobs.schema.states import Origin, PointState
 from jobs.specs.user_files import write_output
@@ -21,7 +21,7 @@ from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
-from orchestrator.report.kinds import kind_charts
+from orchestrator.report.charts import as_json, kind_charts
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import load_settings
@@ -57,16 +57,7 @@ def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) ->
 
     if drawable(rows, quantity).empty:
         return None
-    return _printable(scaling_chart(rows, fits_frame(fits), quantity)[0].properties(width=640).to_dict())
-
-
-def _printable(part: Any) -> Any:
-    """The part of a chart, its texts printable: an image's XML cannot hold controls."""
-    if isinstance(part, dict):
-        return {name: _printable(value) for name, value in part.items()}
-    if isinstance(part, list):
-        return [_printable(value) for value in part]
-    return printable(part) if isinstance(part, str) else part
+    return as_json(scaling_chart(rows, fits_frame(fits), quantity).properties(width=640).to_dict())
 
 
 class Facts:

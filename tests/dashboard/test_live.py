@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-from dashboard_pages import show, text
+from dashboard_pages import chart_titles, show, text
 
 from dashboard import live
 from orchestrator.store import Store
@@ -70,7 +70,7 @@ def test_expected_stands_against_actual(database: str) -> None:
     training(database, *pieces, plan=PLAN, estimate=100 << 20, device="cuda")
     app = show("runs", run=RUN, point=POINT)
     said = text(app)
-    captions = [each.value.replace("\\", "") for each in app.caption]
+    captions = chart_titles(app)
     first = captions.index("MFU: 42 %")
     assert captions[first - 1 : first + 2] == ["Throughput: 142.2 tok/s", "MFU: 42 %", "Rank imbalance: 2.5 %"]
     assert "Throughput,≥ 284.4 tok/s,142.2 tok/s,✗ no" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,15 @@ def asked(app: AppTest) -> dict[str, list[str]]:
 def text(app: AppTest) -> str:
     """The text on the page."""
     kinds = (app.title, app.header, app.subheader, app.markdown, app.caption, app.info, app.warning, app.code)
-    said = [str(element.value) for kind in kinds for element in kind]
+    said = [str(element.value) for kind in kinds for element in kind] + chart_titles(app)
     tables = [table.value.to_csv() for table in (*app.table, *app.dataframe)]
     return "\n".join([*said, *tables]).replace("\\", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def chart_titles(app: AppTest) -> list[str]:
+    titles = [json.loads(chart.proto.spec)["title"] for chart in app.get("vega_lite_chart")]
+    texts = (title["text"] if isinstance(title, dict) else title for title in titles)
+    return [text.replace("\N{NO-BREAK SPACE}", " ") for text in texts]
 
 
 _AS_IT_IS = ("arrow_data_frame", "code", "html", "json", "vega_lite_chart", "arrow_vega_lite_chart", "image", "imgs")

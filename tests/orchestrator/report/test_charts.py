@@ -36,7 +36,7 @@ def fitted(rows: Any) -> Any:
 
 
 def scaling(rows: Any, metric: str = "time", fits: Any = NONE) -> alt.LayerChart:
-    return scaling_chart(rows, fits, SHARED.of(metric))[0]
+    return scaling_chart(rows, fits, SHARED.of(metric))
 
 
 def encodings(chart: alt.LayerChart) -> list[dict[str, Any]]:
@@ -121,10 +121,12 @@ def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
         assert looks_in(scaling(chosen, metric, fits)) == expected
         fewer = chosen.query("implementation == 'fresh'")
         assert looks_in(scaling(fewer, metric, fits)) == {"fresh": expected["fresh"]}
-    local, _ = charts.local_chart(fits[fits["metric"] == "time"], SHARED)
+    local = charts.local_chart(fits[fits["metric"] == "time"], SHARED)
     for chart in (charts.exponent_chart(fits, SHARED), local):
-        marks = {row["series"].split(" ")[0]: (row["color"], row["mark"]) for row in data(chart, "series")}
-        assert marks == expected
+        point = next(layer["encoding"] for layer in chart.spec["layer"] if "shape" in layer.get("encoding", {}))
+        color, mark = point["color"]["scale"], point["shape"]["scale"]
+        looks = zip(color["domain"], zip(color["range"], mark["range"], strict=True), strict=True)
+        assert {name.split(" ")[0]: look for name, look in looks} == expected
 
 
 def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataFrame):

@@ -10,27 +10,27 @@ import yaml
 
 import orchestrator
 from jobs.schema.states import PointState
-from orchestrator.report import kinds, series
+from orchestrator.report import charts, series
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 
 REPORT = Path(orchestrator.__file__).parent / "report"
 JOURNALS = Path(orchestrator.__file__).parent / "reference_data" / "journals"
-KINDS = [kind for kind in yaml.safe_load((REPORT / "kinds.yaml").read_text()) if kind != "shared"]
+KINDS = list(yaml.safe_load((REPORT / "charts.yaml").read_text())["kinds"])
 NEWEST = {path.name.split("-", 2)[2].split("-")[0]: path for path in sorted(JOURNALS.glob("*.gz"))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_queries_of_a_kind_are_those_of_the_database(store: Store, kind: str):
-    assert kinds.kind_charts(store, "none", kind) == []
+    assert charts.kind_charts(store, "none", kind) == []
 
 
 @pytest.mark.parametrize("kind", sorted(NEWEST.keys() & set(KINDS)))
 def test_a_run_of_a_kind_is_drawn(sqlite_store: Store, kind: str):
     import_file(sqlite_store, NEWEST[kind])
-    charts = kinds.kind_charts(sqlite_store, NEWEST[kind].name.removesuffix(".jsonl.gz"), kind)
-    assert charts
-    for chart in charts:
+    drawn = charts.kind_charts(sqlite_store, NEWEST[kind].name.removesuffix(".jsonl.gz"), kind)
+    assert drawn
+    for chart in drawn:
         assert chart.title in vl_convert.vegalite_to_svg(chart.whole)
         tooltips = [len(found) for found in _found(chart.spec, "tooltip")]
         assert all(number <= 6 for number in tooltips)
@@ -38,7 +38,7 @@ def test_a_run_of_a_kind_is_drawn(sqlite_store: Store, kind: str):
 
 def test_implementations_and_states_look_as_in_every_chart(sqlite_store: Store, sweep):
     sqlite_store.apply_many(sweep("run", failures={PointState.HANG: "silent"}))
-    (chart,) = kinds.kind_charts(sqlite_store, "run", "scaling")
+    (chart,) = charts.kind_charts(sqlite_store, "run", "scaling")
     (color,) = _found(chart.spec, "color")
     names = ["chunked", "naive"]
     assert color["scale"] == {"domain": names, "range": [series.look(name).color for name in names]}
