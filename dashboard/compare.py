@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
 from dashboard.address import known_values
-from jobs.schema.quantities import Better, Quantity
+from jobs.schema.quantities import Better
 from jobs.schema.states import Origin
-from orchestrator.report.charts import Chart, drawn
-from orchestrator.report.compare import Change, Compared, Comparison, coordinates, summary, word
+from orchestrator.report.charts import drawn
+from orchestrator.report.compare import Change, Comparison, summary, tables
 
 _LOOKS = {  # colour and icon
     Change.FAILED: ("red", "error"),
@@ -55,46 +53,22 @@ def _result(comparison: Comparison) -> None:
     cells, quantity = comparison.cells, comparison.quantity
     color, icon = _LOOKS[min((cell.change for cell in cells), key=list(Change).index)]
     st.subheader(f":{color}[:material/{icon}:] {parts.plain(summary(comparison))}")
-    rows = pd.DataFrame([_row(cell, quantity) for cell in cells])
+    table, others = tables(comparison)
+    rows = pd.DataFrame(table.rows, columns=list(table.columns))
+    where = rows[["implementation", "pass", "shape"]].agg(" ".join, axis=1).str.strip()
+    heat = rows.assign(where=where, ratio=[cell.ratio for cell in cells])
     # Cells that differ in batch or dtype alone would lie on one another.
-    if any(not math.isnan(cell.ratio) for cell in cells) and not rows.duplicated(["where", "S"]).any():
-        grids.chart(_heat(rows, f"{quantity.title}: after, divided by before", quantity.better))
-    st.dataframe(
-        rows.drop(columns=["where", "label"]),
-        hide_index=True,
-        column_config={
-            "ratio": st.column_config.NumberColumn(format="%.3f"),
-            "from": st.column_config.NumberColumn(format="%.3f", help="95 % interval of the ratio"),
-            "to": st.column_config.NumberColumn(format="%.3f"),
-        },
-    )
-    if comparison.differences:
-        st.subheader("What else differs")
-        table = [{"": name, "before": one, "after": two} for name, (one, two) in comparison.differences.items()]
-        st.dataframe(pd.DataFrame(table), hide_index=True)
-
-
-def _row(cell: Compared, quantity: Quantity) -> dict[str, object]:
-    where = coordinates(cell.cell)
-    ratio, low, high = (None if math.isnan(each) else each for each in (cell.ratio, cell.low, cell.high))
-    return {
-        **where,
-        "where": " ".join(where[name] for name in ("implementation", "pass", "shape") if where[name]),
-        "label": f"{cell.ratio:.2f}" if ratio else "",
-        "before": parts.number(cell.first.median, quantity.unit),
-        "after": parts.number(cell.other.median, quantity.unit),
-        "ratio": ratio,
-        "from": low,
-        "to": high,
-        "result": word(cell.change, quantity) + (f"; {cell.note}" if cell.note else ""),
-    }
-
-
-def _heat(rows: pd.DataFrame, title: str, better: Better | None) -> Chart:
-    """Cells by implementation, pass and shape, and by length; red is worse, green better."""
-    lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
-    worst = -_WIDEST if better is Better.HIGHER else _WIDEST
-    return drawn("ratios", rows.to_dict("records"), title=title, lengths=lengths, domain=[1 + worst, 1 - worst])
+    drawable = heat.dropna(subset=["ratio"])
+    if len(drawable) and not any(heat.duplicated(["where", "S"])):
+        worst = -_WIDEST if quantity.better is Better.HIGHER else _WIDEST  # red is worse, green better
+        lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
+        title = f"{quantity.title}: after, divided by before"
+        about = {"title": title, "lengths": lengths, "domain": [1 + worst, 1 - worst]}
+        grids.chart(drawn("ratios", drawable.to_dict("records"), **about))
+    st.dataframe(rows, hide_index=True)
+    if others.rows:
+        st.subheader(others.title)
+        st.dataframe(pd.DataFrame(others.rows, columns=["", "before", "after"]), hide_index=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import streamlit as st
 from dashboard import data, grids, help_pages, parts
 from dashboard.live import live_series, remaining
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval
+from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval, written_unit
 from jobs.schema.states import Origin, PointState, RunState, again_in_words
 from orchestrator.execute.artifacts import kept_in
-from orchestrator.report.charts import samples_chart
+from orchestrator.report.charts import drawn
 from orchestrator.report.table import flat
 from orchestrator.store import Store
 
@@ -243,7 +243,8 @@ def _measured(store: Store, point: dict[str, Any]) -> None:
         if len(row["samples"]) < 3 or quantity.plot in (Plot.RATE, Plot.STEP_RATE):  # a rate is the inverse of a time
             continue
         title = f"{quantity.title}: all {len(row['samples'])} samples"
-        grids.chart(samples_chart(row["samples"], title, row["unit"]), height=210)
+        rows = [{"sample": number, "value": value} for number, value in enumerate(row["samples"], 1)]
+        grids.chart(drawn("samples", rows, title=title, unit=written_unit(row["unit"])), height=210)
     st.subheader("What ran")
     facts = {"Route": parts.plain(parts.route(point["route"])), "Node": parts.plain(point["node"] or "–")}
     facts |= {"Estimated memory": parts.size(point["estimate_bytes"]), "Key": parts.code(point["key"])}

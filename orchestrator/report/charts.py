@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,13 @@ import yaml
 from sqlalchemy import text
 
 from jobs.schema.plain_text import printable
-from jobs.schema.quantities import Quantities, written_unit
+from jobs.schema.quantities import Quantities
 from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, BranchShares
 from orchestrator.report import series
 from orchestrator.store import Store
 
+_DECLARED: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
 _MOST = 4000  # rows drawn of a kind's chart; of more, evenly spaced ones
 _STATES = {
     PointState.OK: series.LEAF,
@@ -66,15 +66,10 @@ class Chart(NamedTuple):
         return {**self.spec, "data": {"values": self.rows}}
 
 
-@cache
-def _declared() -> Mapping[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
-
-
 def kind_charts(store: Store, run_id: str, kind: str) -> list[Chart]:
     """The charts that answer the question of a run's kind and have rows. Raises StoreUnavailable."""
     charts = []
-    for declared in _declared()["kinds"].get(kind, ()):
+    for declared in _DECLARED["kinds"].get(kind, ()):
         with store.session() as session:
             found = session.execute(text(declared["query"]), {"run": run_id}).mappings().all()
         if found:
@@ -84,7 +79,7 @@ def kind_charts(store: Store, run_id: str, kind: str) -> list[Chart]:
 
 def drawn(name: str, rows: Sequence[Mapping[Any, Any]], **values: Any) -> Chart:
     """The declared chart of this name with these rows; `values` by the names that it has for them."""
-    return _chart(_declared()[name], rows, values)
+    return _chart(_DECLARED[name], rows, values)
 
 
 def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], values: Mapping[str, Any]) -> Chart:
@@ -179,12 +174,6 @@ def branch_chart(shares: Sequence[BranchShares]) -> Chart:
         for branch, time in one.milliseconds.items()
     ]
     return drawn("shares", rows)
-
-
-def samples_chart(samples: Sequence[float], title: str, unit: str) -> Chart:
-    """All samples in order, to show drift, outliers and warm-up."""
-    rows = [{"sample": number, "value": value} for number, value in enumerate(samples, 1)]
-    return drawn("samples", rows, title=title, unit=written_unit(unit))
 
 
 def length_label(length: float) -> str:

@@ -205,7 +205,7 @@ def changes(ready: Row, ran: Row) -> list[str]:
     found = []
     for name, value in ran.items():
         usual = ready.get(name)
-        if name in ready and usual == value:
+        if name in ready and _agree(usual, value):
             continue
         if isinstance(value, Mapping) and isinstance(usual, Mapping):
             found += [f"{name}.{each}" for each in changes(usual, value)]
@@ -213,6 +213,15 @@ def changes(ready: Row, ran: Row) -> list[str]:
             text = yaml.safe_dump(_shortest(value), default_flow_style=True, sort_keys=False, width=2**20)
             found.append(name + "=" + text.removesuffix("...\n").strip())
     return found
+
+
+def _agree(ready: Any, ran: Any) -> bool:
+    """Whether values are equal but for keys that the stored one lacks: it is older than they are."""
+    if isinstance(ready, Mapping) and isinstance(ran, Mapping):
+        return all(_agree(ready.get(name), value) for name, value in ran.items())
+    if isinstance(ready, list) and isinstance(ran, list):
+        return len(ready) == len(ran) and all(map(_agree, ready, ran))
+    return ready == ran
 
 
 def tally(points: Iterable[Row]) -> str:

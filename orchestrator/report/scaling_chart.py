@@ -96,7 +96,11 @@ def scaling_chart(
         drawn = f"{len(points):,} of {len(every):,} points, {points['key'].nunique():,} of {len(lengths):,} series"
         lines.append(f"drawn: {drawn}")
     chart = alt.LayerChart(layer=layers).properties(height=340)
-    return chart.properties(title=alt.Title(lines[0], subtitle=lines[1:], anchor="start")) if lines else chart
+    return (
+        chart.properties(title=alt.Title(lines[0], subtitle=lines[1:], subtitleColor=GREY, anchor="start"))
+        if lines
+        else chart
+    )
 
 
 def _looks(entries: dict[str, series.Look]) -> tuple[alt.Color, alt.Shape]:
@@ -212,13 +216,17 @@ def _fit_lines(points: Frame, laws: Mapping[str, Row], x: alt.X, y: alt.Y, color
 
 
 def _tooltip(points: Frame, quantity: Quantity) -> list[alt.Tooltip]:
-    texts = {"series": "series", "length": "S", "batch": "batch", "workload": "workload", "pass": "pass"}
-    texts |= {name: name for name in ("dtype", "device", "gpu", "origin", "source")} | {"gpu": "GPU", "run_id": "run"}
+    """Six lines at most: series, length and value, then what the points differ in, the interval if all have one."""
+    texts = {"pass": "pass", "batch": "batch", "workload": "workload", "dtype": "dtype", "gpu": "GPU", "run_id": "run"}
     # Vega's tooltip draws the picture at the address in a field "image": an axis may be called so.
     texts |= {name: f"axis {name.removeprefix(MORE)}" for name in more_columns(points.columns)}
-    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]", "ci_low": "95 % from", "ci_high": "95 % to"}
-    tooltip = [alt.Tooltip(f"{name}:N", title=title) for name, title in texts.items()]
-    return tooltip + [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
+    differ = {name: title for name, title in texts.items() if points[name].nunique(dropna=False) > 1}
+    lines = [alt.Tooltip(f"{name}:N", title=title) for name, title in ({"series": "series", "length": "S"}).items()]
+    numbers = {"value": f"{quantity.title.lower()} [{quantity.unit}]"}
+    if points[["ci_low", "ci_high"]].notna().all(axis=None):
+        numbers |= {"ci_low": "95 % from", "ci_high": "95 % to"}
+    lines += [alt.Tooltip(f"{name}:Q", title=title, format=",.4~g") for name, title in numbers.items()]
+    return (lines + [alt.Tooltip(f"{name}:N", title=title) for name, title in differ.items()])[:6]
 
 
 def _length_axis(lengths: Sequence[float]) -> alt.X:
