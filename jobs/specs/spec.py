@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -131,6 +131,11 @@ def _absolute(path: str) -> str:
     return _printable(path)
 
 
+def _listed(written: Any) -> BeforeValidator:
+    """A list of what may be written as one; `written` is the type of both."""
+    return BeforeValidator(lambda value: value if isinstance(value, list) else [value], json_schema_input_type=written)
+
+
 def _distinct(envs: list[dict[str, str]]) -> list[dict[str, str]]:
     texts = [env_text(env) or "{}" for env in envs]
     for text in texts:
@@ -140,7 +145,6 @@ def _distinct(envs: list[dict[str, str]]) -> list[dict[str, str]]:
     return envs
 
 
-_Listed = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 _Variables = dict[Annotated[str, AfterValidator(_check_name)], Annotated[str, AfterValidator(_printable)]]
 _Interpreter = Annotated[str, Field(max_length=_SIZES["python"]), AfterValidator(_absolute)]
 
@@ -170,13 +174,18 @@ class JobSpec(Strict):
         description="process: a new one for each point; warm: one serves many until a point is not ok",
     )
     retries: int = Field(default=1, ge=0, le=10, description="how often a lost point is handed out again")
-    env: Annotated[list[_Variables], _Listed, Field(min_length=1), AfterValidator(_distinct)] = Field(
+    env: Annotated[
+        list[_Variables], _listed(dict[str, str] | list[dict[str, str]]), Field(min_length=1), AfterValidator(_distinct)
+    ] = Field(
         default=[{}], description="environment variables, or a list of such sets: every point is measured under each"
     )
-    python: Annotated[list[_Interpreter | None], _Listed, Field(min_length=1), AfterValidator(each_once)] = Field(
-        default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own"
-    )
     only: list[str] = Field(default=[], description="labels of the points to measure; none: all")
+    python: Annotated[
+        list[_Interpreter | None],
+        _listed(str | list[str | None] | None),
+        Field(min_length=1),
+        AfterValidator(each_once),
+    ] = Field(default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own")
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from jobs.specs import reference
 from jobs.specs.kinds import kinds
@@ -21,6 +24,12 @@ def test_the_page_lists_every_field_of_every_kind() -> None:
         assert not missing, f"{name}: {missing}"
 
 
-def test_a_schema_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    commands.schema("train")
-    assert '"kv_heads"' in capsys.readouterr().out
+@pytest.mark.parametrize("kind", kinds())
+def test_the_schema_that_is_printed_knows_the_ready_specs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands.schema(kind)
+    schema = json.loads(capsys.readouterr().out)
+    for spec in map(yaml.safe_load, [path.read_text() for path in Path("jobs/configs").glob("*.yaml")]):
+        if spec["kind"] == kind:
+            jsonschema.validate(spec | {"env": {"TORCH_LOGS": "x"}, "python": None}, schema)
+            with pytest.raises(jsonschema.ValidationError, match="lenght"):
+                jsonschema.validate(spec | {"lenght": 1}, schema)
