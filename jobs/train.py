@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
+from jobs.schema.plain_text import shown
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
 from jobs.specs.fields import Count, Unique
@@ -21,6 +22,7 @@ from jobs.specs.fit import backend_reasons, does_not_fit
 from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import Recovery, SpecError
+from jobs.specs.user_files import is_missing
 from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided
 from jobs.training.data.corpus import DataError, held_out
 from jobs.training.data.spec import DataSpec
@@ -127,10 +129,13 @@ class TrainingSpec(ModelledSpec):
         return {field: path for field, path in paths.items() if path is not None}
 
     def notes(self) -> Sequence[str]:
-        if any(not path.exists() for path in self.paths().values()):
+        if any(map(is_missing, self.paths().values())):
             return ()
         try:
             return (f"held out: {held_out(self.data, self.seq_len)}",)
+        except OSError as err:
+            why = f"{shown(str(err.filename))} cannot be read ({err.strerror})"
+            raise SpecError(f"data.path: {why}; let this user read it, or leave it out") from None
         except DataError as err:
             raise SpecError(str(err)) from None
 
