@@ -100,7 +100,7 @@ class TrainingSpec(ModelledSpec):
                 "it out, or use parallel: ddp"
             )
         if self.data.pack and self.compile:
-            raise ValueError("data.pack: true: each batch has other documents, which are not compiled; leave one out")
+            raise ValueError("data.pack: true: documents of changing lengths are not compiled; leave compile out")
         if self.cuda_graphs and any(no_graphs.values()):
             raise ValueError(f"cuda_graphs: true: {next(why for why, wrong in no_graphs.items() if wrong)}")
         names = [self.backend if attention == "nsa" else attention for attention in self.attention]
