@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import streamlit as st
 
 from dashboard import data, grids, help_pages, parts
@@ -67,12 +69,20 @@ def _decisions(store: Store) -> None:
     except UserError as err:
         help_pages.explain(err)
         return
+    verdicts = [verdict for each in decisions for verdict in each.verdicts if verdict.hardware]
+    measured = {
+        each.name: sum(not rule.transferred and rule.value is not None for rule in each.rules) for each in verdicts
+    }
+    verdicts.sort(key=lambda verdict: -measured[verdict.name])
+    machines = list(dict.fromkeys(verdict.hardware.title for verdict in verdicts if verdict.hardware))
+    label, usual = "The answer for (none chosen: for all machines)", machines[0] if machines else None
+    mine = st.segmented_control(label, machines, default=usual, key="machine", bind="query-params")
     if crossings:
         with st.container(border=True, key="crossovers", gap="xsmall"):
             st.markdown("### Where NSA begins to pay")
             grids.table([_pays(each) for each in crossings])
     for each in decisions:
-        card(each)
+        card(each, mine)
 
 
 @data.explained
@@ -86,18 +96,20 @@ def _runs_table(store: Store, live: bool) -> None:
         leave("runs", run=chosen)
 
 
-def card(decision: Decision) -> None:
-    """Draw the card."""
-    # Measured machines, those with evidence of a similar card, then others: a narrow screen shows the first alone.
-    ordered = sorted(decision.verdicts, key=lambda verdict: (not verdict.measured, not verdict.judged))
+def card(decision: Decision, mine: str | None = None) -> None:
+    """Draw the card; its sentences are of the machine of this title, if it has that."""
+    # Mine, measured ones, those with evidence of a similar card, then others: a narrow screen shows the first alone.
+    own = [verdict for verdict in decision.verdicts if verdict.hardware and verdict.hardware.title == mine]
+    ordered = sorted(decision.verdicts, key=lambda each: (each not in own, not each.measured, not each.judged))
     titles = [parts.plain(each.hardware.title if each.hardware else _ANY_MACHINE) for each in ordered]
     machines = {
         title if titles.count(title) == 1 else f"{title} ({parts.plain(verdict.name.rpartition('/')[2])})": verdict
         for title, verdict in zip(titles, ordered, strict=True)
     }
     with st.container(border=True, key=f"decision-{decision.name}", gap="xsmall"):
-        st.markdown(f"### {parts.badge(decision.result, parts.RESULTS)} {parts.plain(decision.title)}")
-        st.markdown("  \n".join(map(parts.plain, decision.sentences)))
+        said = replace(decision, verdicts=tuple(own)) if own else decision
+        st.markdown(f"### {parts.badge(said.result, parts.RESULTS)} {parts.plain(decision.title)}")
+        st.markdown("  \n".join(map(parts.plain, said.sentences)))
         if (plan := decision.plan) is not None:
             measured = [
                 f"{parts.number(rule.value, rule.unit)} on {title} would take "

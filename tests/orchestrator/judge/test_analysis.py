@@ -71,14 +71,3 @@ def test_a_fit_holds_the_local_exponents_of_all_lengths(store: Store, sweep):
     assert time.lengths[0] == 4096
     assert [slope.exponent for slope in time.local] == pytest.approx([0] * 3 + [2] * 5)
     assert fits_frame([time])["local"].tolist() == [time.local]
-
-
-def test_the_spread_of_the_samples_makes_a_local_exponent_uncertain(sqlite_store: Store, sweep):
-    sqlite_store.apply_many(sweep(laws={"chunked": 1.0}))
-    rows = queries.scaling(sqlite_store)
-    rows["ci_low"], rows["ci_high"] = 0.9 * rows["value"], 1.1 * rows["value"]
-    (time,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
-    assert [slope.error for slope in time.local] == pytest.approx([0.2041] * len(time.local), abs=0.001)
-    rows["ci_low"], rows["ci_high"] = 0.7 * rows["value"], 1.3 * rows["value"]
-    (wide,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
-    assert len(wide.local) < len(time.local)

@@ -11,9 +11,7 @@ import pytest
 
 from nsa_core import NSAConfig
 from orchestrator.judge.analysis import series_columns
-from orchestrator.judge.branches import Branch, BranchShares, branch_of, branch_shares, take_overs
-from orchestrator.store import Store, queries
-from orchestrator.store.records import MetricData
+from orchestrator.judge.branches import Branch, branch_of, branch_shares, take_overs
 
 LENGTHS = (8192, 16_384, 32_768, 65_536, 131_072)
 # Milliseconds of docs/results/bench.md: one H200, forward+backward, 12/2 heads of 64, 32,768 tokens or one sequence.
@@ -167,22 +165,3 @@ def test_each_shape_has_shares_and_a_take_over_of_its_own():
     taken = take_overs(shares)
     assert [one.series["query_heads"] for one in taken] == [12, 64]
     assert taken[1].sentence.endswith("all the rest from 8,192 tokens or fewer (the shortest length measured).")
-
-
-def test_stored_stages_are_read_from_the_store(store: Store, sweep):
-    """Rows of either database; times and memory are no stages, and what has none has no shares."""
-    begun, *records = sweep(laws={"chunked": 1.0})
-    assert branch_shares(queries.measurements(store)) == []
-    stages = [
-        MetricData(name=name, unit="ms", value=value) for name, value in (("stage_selected", 3), ("stage_topk", 1))
-    ]
-    store.apply_many(
-        record.model_copy(update={"metrics": (*record.metrics, *stages)}) if record.type == "outcome" else record
-        for record in (begun, *records)
-    )
-    shares = branch_shares(queries.measurements(store))
-    assert len(shares) == 4
-    assert isinstance(shares[0], BranchShares)
-    assert shares[0].milliseconds == {Branch.COMPRESSED: 1.0, Branch.SELECTED: 3.0}
-    assert shares[0].share(Branch.COMPRESSED) == 0.25
-    assert shares[0].series["implementation"] == "chunked"

@@ -131,9 +131,9 @@ def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
 
 def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataFrame):
     one = measured(rows).query("implementation == 'naive' and metric == 'time'")
-    many = [one.assign(implementation=f"i{n}", point_id=one["point_id"] + f"-{n}") for n in range(1501)]
+    many = [one.assign(implementation=f"i{n}", point_id=one["point_id"] + f"-{n}") for n in range(61)]
     many[0] = many[0].iloc[:-1]  # fewer lengths than the others
     chart = scaling(pd.concat(many))
-    assert chart.to_dict()["title"]["text"] == "drawn: 240 of 6,003 points, 60 of 1,501 series"
+    assert chart.to_dict()["title"]["text"] == "drawn: 240 of 243 points, 60 of 61 series"
     assert "i0" not in set(drawn(chart)["implementation"])
     assert "title" not in scaling(one).to_dict()
