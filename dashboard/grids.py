@@ -12,7 +12,7 @@ from dashboard import parts
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Quantities, Role, in_words
-from jobs.schema.states import Origin, again_in_words
+from jobs.schema.states import Origin, again_in_words, run_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import Chart, length_label
 
@@ -23,7 +23,7 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
     cells = [
         {
             "Run": row["name"],
-            "State": parts.sign(row["state"], parts.RUN_STATES),
+            "State": parts.sign(row["state"], parts.RUN_STATES) + run_in_words(row).removeprefix(row["state"]),
             "Ended": 100 * parts.progress(row),
             "Points": parts.tally(row),
             "Kind": row["kind"],

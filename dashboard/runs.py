@@ -14,7 +14,7 @@ from dashboard import data, grids, help_pages, parts
 from dashboard.live import live_series, remaining
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval, written_unit
-from jobs.schema.states import Origin, PointState, RunState, again_in_words
+from jobs.schema.states import Origin, PointState, RunState, again_in_words, run_in_words
 from orchestrator.execute.artifacts import kept_in
 from orchestrator.report.charts import drawn
 from orchestrator.report.table import flat
@@ -48,7 +48,7 @@ def _list_page(store: Store) -> None:
         help_pages.nothing_yet()
         return
     columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
-    hint = "id, name, source or host"
+    hint = "id, name, source, host, person, tag or note"
     text = columns[0].text_input("Search", placeholder=hint, icon=":material/search:", key="text", bind="query-params")
     options = {"origin": list(Origin), "state": list(RunState), "kind": sorted(data.runs(store)["kind"].unique())}
     filters = {"text": text or None}
@@ -109,8 +109,8 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
         st.rerun()
     assert run is not None
     st.markdown(
-        f"{parts.badge(run['state'], parts.RUN_STATES)} {parts.badge(run['origin'], parts.ORIGINS)} "
-        f"{parts.code(run['run_id'])}"
+        f"{parts.badge(run['state'], parts.RUN_STATES)}{run_in_words(run).removeprefix(run['state'])} "
+        f"{parts.badge(run['origin'], parts.ORIGINS)} {parts.code(run['run_id'])}"
     )
     if run["reason"]:
         mistakes = map(parts.plain, run["reason"].splitlines())  # of a refused job: one a line
@@ -165,6 +165,9 @@ def _provenance(run: dict[str, Any]) -> dict[str, str]:
         "Kind": parts.plain(run["kind"]),
         "Source": parts.plain(run["source"] or "–"),
         "Commit": commit,
+        "Submitted by": parts.plain(run["person"] or "–"),
+        "Tags": parts.plain(run["tags"] or "–"),
+        "Notes": parts.plain(run["notes"] or "–"),
         "Started": parts.moment(run["created_at"]),
         "Ended": parts.moment(run["ended_at"]),
         "Took": grids.took(run),

@@ -122,22 +122,17 @@ class Settings(BaseSettings):
         default=None, description="URL that is told of a run's end, a NO-GO, a regression; None: nobody is"
     )
 
-    @field_validator("webhook")
+    @field_validator("ray_dashboard", "webhook")
     @classmethod
-    def _check_webhook(cls, value: str | None) -> str | None:
-        if value is not None and urlsplit(value).scheme not in ("http", "https"):
-            raise ValueError("is not an HTTP address; write https://HOST/PATH")
-        return value
-
-    @field_validator("ray_dashboard")
-    @classmethod
-    def _check_http(cls, value: str) -> str:
+    def _check_http(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
             HttpUrl(value)
         except ValidationError:
             raise ValueError("is not an HTTP address; write http://HOST:PORT") from None
         if "@" in urlsplit(value).netloc:
-            raise ValueError("holds a user or a password, which Ray does not take; write http://HOST:PORT")
+            raise ValueError("holds a user or a password, which it may not; write http://HOST:PORT")
         return value
 
     @field_validator("ray_host")

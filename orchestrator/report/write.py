@@ -14,7 +14,7 @@ import pandas as pd
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
-from jobs.schema.states import Origin, PointState
+from jobs.schema.states import Origin, PointState, run_in_words
 from jobs.specs.user_files import write_output
 from orchestrator.errors import UserError
 from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
@@ -145,7 +145,7 @@ class Facts:
         for run in self.runs:
             device = run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")
             commit = (run["git_commit"] or "")[:10] + " with changes" * bool(run["git_commit"] and run["git_dirty"])
-            about = [run[name] for name in ("run_id", "kind", "origin", "state")]
+            about = [run["run_id"], run["kind"], run["origin"], run_in_words(run)]
             started = f"{run['created_at']:%Y-%m-%d %H:%M} UTC"
             rows.append([*about, f"{run['ok']} of {run['points']} ok", device, started, commit])
         note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])

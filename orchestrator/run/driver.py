@@ -135,7 +135,11 @@ def _run(order: Order, stop: _Stop) -> int:
 def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, plan.History]:
     """The journal of the run that is resumed, locked, and what it says; the lease guards one on another host."""
     try:
-        journal, history = stack.enter_context(plan.opened(order.run_id, order.folder))
+        journal = stack.enter_context(Journal(order.folder / NAME))
+        history = plan.in_journal(journal.path)
+        if history.run.run_id != order.run_id:
+            problem = f"is of the run {history.run.run_id!r}; put it into a folder of that name"
+            raise UserError(f"journal: {str(journal.path)!r}: {problem}")
         store.take_lease(order.run_id)
         plan.check_complete(store, history)
     except StoreUnavailable:

@@ -7,8 +7,7 @@ import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from orchestrator.execute.supervisor import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
 from orchestrator.store import Store, journal, queries
-from orchestrator.store.journal import Journal, JournalError
 from orchestrator.store.records import (
     EventRecord,
     MetricData,
@@ -325,7 +323,7 @@ def begun(run_id: str, artifacts: Path) -> RunRecord:
             f"--resume: {run_id!r}: no journal of this run in {artifacts}; {known}; if the database has the run, "
             f"restore its journal first: nsa export {run_id} --journal"
         )
-    run = _in_journal(path).run
+    run = in_journal(path).run
     if run.origin is not Origin.MEASURED:
         raise UserError(f"--resume: {run_id!r}: was reported by others, not measured; name a run that was")
     if not run.spec:
@@ -333,22 +331,8 @@ def begun(run_id: str, artifacts: Path) -> RunRecord:
     return run
 
 
-@contextmanager
-def opened(run_id: str, folder: Path) -> Iterator[tuple[Journal, History]]:
-    """The journal in a run's folder, locked, and the history that it has.
-
-    Raises UserError: it ends before the run began; JournalError: it is damaged, another run's, or being written.
-    """
-    path = folder / journal.NAME
-    with Journal(path) as book:
-        found = _in_journal(path)
-        if found.run.run_id != run_id:
-            problem = f"is of the run {found.run.run_id!r}; put it into a folder of that name"
-            raise JournalError(f"journal: {str(path)!r}: {problem}")
-        yield book, found
-
-
-def _in_journal(path: Path) -> History:
+def in_journal(path: Path) -> History:
+    """The history of a run in its journal. Raises UserError: it ends before the run began; JournalError."""
     found = history(journal.read(path))
     if found is None:
         raise UserError(f"--resume: {path.parent.name!r}: its journal ends before the run began; start a new run")

@@ -63,8 +63,8 @@ def to_csv(store: Store, run_ids: Sequence[str]) -> str:
     points = queries.states(store, run_ids=run_ids).drop(columns=["phase", "done", "total", "rate", "heartbeat_at"])
     values = ["point_id", "metric", "unit", "value", "p10", "p90", "ci_low", "ci_high", "method"]
     frame = points.merge(queries.measurements(store, run_ids=run_ids)[values], on="point_id", how="left")
-    created = {run_id: (queries.run(store, run_id) or {}).get("created_at") for run_id in run_ids}
-    frame["created_at"] = [created[run_id] for run_id in frame["run_id"]]
+    runs = queries.runs(store, run_ids=run_ids)
+    frame = frame.merge(runs[["run_id", "created_at"]], on="run_id", how="left")
     for name, column in frame.items():
         if column.dtype.kind not in "biufM":
             frame[name] = column.map(lambda value: csv_cell(value) if isinstance(value, str) else value)

@@ -160,6 +160,7 @@ def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert ("(No space left on device); the rest is not shown" in done.stderr) == ("full" in redirection)
     row, points = stored(home, only_run(home))
     assert row["state"] == "done"
     assert list(points["state"]) == ["ok"] * 3
