@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import (
+    Case,
     Column,
     ColumnElement,
     Double,
@@ -87,10 +88,14 @@ def _some(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     return exists().where(Point.run_id == Run.id, outcome, condition).correlate(Run)
 
 
-_DONE = and_(Run.state == RunState.DONE, Run.origin == Origin.MEASURED)
-_NONE_OK = and_(_some(_FAILS), ~_some(Attempt.state == PointState.OK))
-HAPPENED = case((and_(_DONE, _NONE_OK), literal(RunState.FAILED, Run.state.type)), else_=Run.state)
-"""A run's state by what happened: failed where all that was measured failed, though the run went on to its end."""
+def _happened(none_ok: ColumnElement[bool]) -> Case[RunState]:
+    """A run's state by what happened: failed where all that was measured failed, though the run went on to its end."""
+    done = and_(Run.state == RunState.DONE, Run.origin == Origin.MEASURED)
+    return case((and_(done, none_ok), literal(RunState.FAILED, Run.state.type)), else_=Run.state)
+
+
+HAPPENED = _happened(and_(_some(_FAILS), ~_some(Attempt.state == PointState.OK)))
+"""The same where points are not counted."""
 
 
 def runs_of(chosen: Select | None = None) -> Select:
@@ -113,9 +118,10 @@ def runs_of(chosen: Select | None = None) -> Select:
         .group_by(Point.run_id)
     )
     tally = (points if chosen is None else points.where(Point.run_id.in_(chosen))).subquery()
+    happened = _happened(and_(tally.c.failed > 0, tally.c.ok == 0))
     counts = ("points", "ok", "failed", "answered", "skipped", "running", "pending", "cancelled", "again")
     columns = (
-        *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, HAPPENED.label("state")),
+        *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, happened.label("state")),
         *(Run.state.label("stored_state"), Run.reason, Run.created_at, Run.ended_at),
         *(func.coalesce(tally.c[name], 0).label(name) for name in counts),
         *(tally.c.heartbeat_at, tally.c.gpu, Run.git_commit, Run.git_branch, Run.git_dirty, Run.spec_hash),
