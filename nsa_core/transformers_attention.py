@@ -40,6 +40,8 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
         if attention_mask is not None:
             fix = "pad nothing: give sequences of one length, or pack them"
             raise InputError("attention_mask", list(attention_mask.shape), fix)
+        if not getattr(module, "is_causal", True):
+            raise InputError("is_causal", False, "use another attention: nsa sees only positions up to the query's")
         for field, given in {"attention_dropout": dropout or None, **more}.items():
             if field in _UNKNOWN and given is not None:
                 raise InputError(field, given, "leave it out of the model's config: nsa has none")

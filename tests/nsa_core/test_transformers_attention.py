@@ -58,3 +58,6 @@ def test_packed_sequences_are_as_each_alone_and_padding_is_refused(llama) -> Non
     padded[0, 0] = 0
     with pytest.raises(InputError, match=r"^attention_mask: \[1, 20\]: pad nothing"):
         llama(rows[1][None], attention_mask=padded)
+    llama.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(InputError, match=r"^is_causal: False: use another attention"):
+        llama(rows[1][None])
