@@ -16,10 +16,11 @@ from jobs.measure.check import Agreement, WrongResult, check_attention
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.rows import RowCheck
-from jobs.schema.axes import Axes
+from jobs.schema.axes import MODEL, Axes
 from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
 from jobs.specs.fields import HeadsSpec
+from jobs.specs.model import MODELS
 from jobs.specs.spec import JobSpec
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
@@ -34,6 +35,7 @@ class ModelCase(Case):
     """One pass over a batch of sequences, of a model or of attention alone."""
 
     AUTOCAST: ClassVar[bool] = False  # whether weights are float32, and `dtype` is that of autocast
+    SIZES: ClassVar[tuple[str, ...]] = ("dim", "ffn_dim", "tie_embeddings", "vocab_size")  # that are no axes themselves
 
     workload: Literal["attention", "model"] = "model"
     implementation: str  # a backend of the sparse operator, or a kind of dense attention
@@ -118,7 +120,17 @@ class ModelCase(Case):
         fields = {"implementation", "workload", "pass_", "seq_len", "batch", "dtype", "device"}
         common: dict[str, Any] = self.model_dump(include=fields) | self.shape.model_dump()
         common["layers"] = self.model.layers if self.workload == "model" else None
+        if sizes := self._own_sizes():
+            own["more"] = {**own.get("more", {}), MODEL.name: sizes}
         return Axes(**common | own)
+
+    def _own_sizes(self) -> str | None:
+        """The sizes of a model that is no preset; None of a preset, and of attention alone."""
+        names = (*self.SIZES, "heads", "kv_heads", "head_dim")
+        presets = [[getattr(preset, name) for name in names] for preset in MODELS.values()]
+        if self.workload == "attention" or [getattr(self.model, name) for name in names] in presets:
+            return None
+        return ", ".join(f"{name} {getattr(self.model, name)}" for name in self.SIZES)
 
 
 def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **sizes: Any) -> ModelConfig:

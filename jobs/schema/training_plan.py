@@ -55,6 +55,7 @@ class TrainingPlan(BaseModel):
 
 
 # Figures of two modes are never one curve, pair or verdict.
+PACK = Axis("pack", "text", "documents packed")  # absent where they are not
 _SWITCHES = ("compile", "cuda_graphs", "checkpointing")
 MODE_AXES = (
     Axis("ranks", "whole", "ranks"),
@@ -62,6 +63,7 @@ MODE_AXES = (
     Axis("micro_batch", "whole", "micro-batch"),
     *(Axis(name, "text", name.replace("_", " ")) for name in _SWITCHES),
     Axis("steps", "whole", "steps"),
+    PACK,
 )
 
 
@@ -74,6 +76,8 @@ def mode_of(config: Mapping[str, Any]) -> dict[str, Coordinate]:
     switches = {**config["model"], **config}
     mode: dict[str, Coordinate] = {name: "on" if switches.get(name) else "off" for name in _SWITCHES}
     mode["steps"] = config["steps"]
+    if config.get("data", {}).get("pack"):
+        mode[PACK.name] = "on"
     if layout.get("ranks", 1) > 1:
         mode |= {"ranks": layout["ranks"], "parallel": layout["parallel"]}
     if (micro_batch := layout.get("micro_batch")) not in (None, config["batch"]):

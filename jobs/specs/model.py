@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
@@ -107,8 +108,10 @@ class ModelChoice(Strict):
 
     @property
     def model_name(self) -> str:
-        """The model in labels."""
-        return self.preset or self.DEFAULT or "" if self.model is None else f"{self.model.layers}x{self.model.dim}"
+        """The model in labels; of models of equal layers and width the digest differs."""
+        if (own := self.model) is None:
+            return self.preset or self.DEFAULT or ""
+        return f"{own.layers}x{own.dim}-{zlib.crc32(repr(own.config()).encode()):08x}"
 
 
 class ModelledSpec(ModelChoice, JobSpec):

@@ -88,6 +88,7 @@ class TrainingCase(ModelCase):
     """
 
     AUTOCAST = True
+    SIZES = ModelCase.SIZES[:-1]  # the vocabulary is the text's, also under a preset
 
     pass_: str = "train"
     steps: int

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
-from jobs.schema.axes import AXES, MORE
+from jobs.schema.axes import AXES, MODEL, MORE
+from jobs.schema.training_plan import PACK
 
 LENGTH = "seq_len"
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
+_APART = {MODEL.name, PACK.name}  # points that have such an axis are of no rule that does not name it
 _SLICE = " MIG "
 _ARCHITECTURES = {"A100": "sm80", "H100": "sm90", "H200": "sm90", "B200": "sm100"}
 
@@ -161,6 +163,8 @@ class Scope:
 
     def matches(self, row: Row) -> bool:
         """Whether a row's point was measured on the hardware, and matches the filter."""
+        if any(row.get(MORE + name) is not None for name in _APART - self.where.axes.keys()):
+            return False
         machine = self.hardware
         if machine is not None and machine.gpu is None and row["device"] != "cpu":
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from jobs.schema.training_plan import TrainingPlan
+from jobs.schema.training_plan import TrainingPlan, mode_of
 
 PLAN = {"steps": 50_000, "tokens_per_step": 4096, "hours": 24.0}  # needs 2,370.4 tok/s
 
@@ -26,3 +26,10 @@ def test_either_fix_that_a_contradiction_names_mends_it() -> None:
     throughput, hours = (float(number) for number in fix.split(", or hours to "))
     for mended in ({"tokens_per_second": throughput}, {"tokens_per_second": 50.0, "hours": hours}):
         TrainingPlan.model_validate({**PLAN, **mended})
+
+
+def test_only_a_training_on_packed_documents_has_that_axis() -> None:
+    config = {"model": {}, "steps": 9, "batch": 1}
+    whole = mode_of({**config, "data": {"pack": False}})
+    assert whole == mode_of(config)
+    assert mode_of({**config, "data": {"pack": True}}) == {**whole, "pack": "on"}

@@ -26,12 +26,14 @@ MORE = {
     "backward": {"implementations": ["chunked"]},
 }
 
+MODELLED = [name for name, module in kinds().items() if "model" in module.Spec.model_fields]
+
 
 def _points(kind: str, **changes: Any) -> Any:
     return parse_spec({"kind": kind, "name": "t", **MORE.get(kind, PASSES), **changes}).all_points({None: CPU})
 
 
-@pytest.mark.parametrize("kind", [name for name, module in kinds().items() if "model" in module.Spec.model_fields])
+@pytest.mark.parametrize("kind", MODELLED)
 def test_a_model_of_ones_own_is_measured(kind: str) -> None:
     model = travelled(_points(kind, model=OWN)[0]).model
     assert (model.layers, model.dim, model.heads, model.kv_heads, model.head_dim) == (3, 48, 6, 2, 8)
@@ -39,14 +41,28 @@ def test_a_model_of_ones_own_is_measured(kind: str) -> None:
     assert model.nsa == NSAConfig(window=64)
 
 
+@pytest.mark.parametrize("kind", MODELLED)
+def test_only_a_model_of_ones_own_has_its_sizes_as_an_axis(kind: str) -> None:
+    """The heads, their dim and the layers of the 125M model are evidence for its plan; another width is not."""
+    alike = {"layers": 12, "dim": 64, "heads": 12, "kv_heads": 2, "head_dim": 64}
+    (own, *_), (preset, *_) = _points(kind, model=alike), _points(kind, preset="m7c_125m")
+    axes = {**own.axes.to_record()}
+    assert axes.pop("model").startswith("dim 64, ffn_dim 192, ")
+    assert axes == preset.axes.to_record()
+
+
 def test_a_backward_pass_has_the_sizes_of_each_case() -> None:
     points = _points(
         "backward", cases=[{"model": OWN, "lengths": [64]}, {"model": OWN, "layers": [1], "lengths": [64]}]
     )
-    assert [(travelled(point).model.layers, point.axes.more["preset"]) for point in points] == [
-        (3, "3x48"),
-        (1, "3x48"),
-    ]
+    assert [travelled(point).model.layers for point in points] == [3, 1]
+    assert all(point.axes.more["preset"].startswith("3x48-") for point in points)
+
+
+def test_models_of_equal_layers_and_width_have_labels_of_their_own() -> None:
+    own = [{"model": OWN | {"heads": heads}, "lengths": [64]} for heads in (6, 2)]
+    one, other = _points("backward", cases=own)
+    assert one.label != other.label
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.schema.axes import Axis
+from jobs.schema.axes import MODEL, MORE, Axis
 from jobs.schema.states import PointState, Result
+from jobs.schema.training_plan import PACK
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import GatesError, load_gates
+from orchestrator.judge.scope import ANY, Scope, Where
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
 from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord
@@ -166,3 +168,11 @@ def test_another_card_with_the_name_inside_or_a_slice_is_not_the_card(sqlite_sto
 )
 def test_the_cards_of_the_default_hardware(name: str | None, card: str):
     assert [each.name for each in load_gates().hardware if each.is_card(card) and each.gpus == 1] == [name] * bool(name)
+
+
+@pytest.mark.parametrize("axis", [MODEL, PACK])
+def test_only_a_rule_that_says_so_is_about_models_of_ones_own_and_packed_trainings(axis: Axis) -> None:
+    row = {"device": "cuda", f"{MORE}{axis.name}": "on"}
+    assert not Scope(ANY).matches(row)
+    assert Scope(ANY).matches({**row, f"{MORE}{axis.name}": None})
+    assert Scope(Where.model_validate({"axes": {axis.name: "on"}})).matches(row)
