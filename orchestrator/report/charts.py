@@ -6,8 +6,10 @@ Text and grid take the colours of the theme that shows the chart; only series, s
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +23,10 @@ from jobs.schema.states import PointState
 from orchestrator.judge.branches import Branch, BranchShares
 from orchestrator.report import series
 from orchestrator.store import Store
+from orchestrator.store.models import UtcDateTime
 
 _DECLARED: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
-_MOST = 4000  # rows drawn of a kind's chart; of more, evenly spaced ones
+_MOST = 4000  # rows drawn of a kind's chart; of more, evenly spaced ones of each series
 _STATES = {
     PointState.OK: series.LEAF,
     PointState.RUNNING: series.SKY,
@@ -71,10 +74,20 @@ def kind_charts(store: Store, run_id: str, kind: str) -> list[Chart]:
     charts = []
     for declared in _DECLARED["kinds"].get(kind, ()):
         with store.session() as session:
-            found = session.execute(text(declared["query"]), {"run": run_id}).mappings().all()
+            query = text(declared["query"]).columns(at=UtcDateTime)
+            found = session.execute(query, {"run": run_id}).mappings().all()
         if found:
-            charts.append(_chart(declared, found[:: len(found) // _MOST + 1], {}))
+            charts.append(_chart(declared, _thinned(found), {}))
     return charts
+
+
+def _thinned(rows: Sequence[Mapping[Any, Any]]) -> list[Mapping[Any, Any]]:
+    """At most about `_MOST` rows: a series, the rows of the same texts, is whole if it is short."""
+    found = defaultdict(list)
+    for row in rows:
+        found[tuple(value for value in row.values() if isinstance(value, str))].append(row)
+    most = max(_MOST // len(found), 1)
+    return [row for one in found.values() for row in one[:: math.ceil(len(one) / most)]]
 
 
 def drawn(name: str, rows: Sequence[Mapping[Any, Any]], **values: Any) -> Chart:
@@ -112,6 +125,8 @@ def as_json(part: Any) -> Any:
         return [as_json(value) for value in part]
     if isinstance(part, datetime):
         return part.isoformat()
+    if isinstance(part, Decimal):  # Postgres' numeric
+        return float(part)
     return printable(part) if isinstance(part, str) else part
 
 

@@ -26,14 +26,29 @@ def test_the_queries_of_a_kind_are_those_of_the_database(store: Store, kind: str
 
 
 @pytest.mark.parametrize("kind", sorted(NEWEST.keys() & set(KINDS)))
-def test_a_run_of_a_kind_is_drawn(sqlite_store: Store, kind: str):
-    import_file(sqlite_store, NEWEST[kind])
-    drawn = charts.kind_charts(sqlite_store, NEWEST[kind].name.removesuffix(".jsonl.gz"), kind)
+def test_a_run_of_a_kind_is_drawn(store: Store, kind: str):
+    import_file(store, NEWEST[kind])
+    drawn = charts.kind_charts(store, NEWEST[kind].name.removesuffix(".jsonl.gz"), kind)
     assert drawn
     for chart in drawn:
         assert chart.title in vl_convert.vegalite_to_svg(chart.whole)
         tooltips = [len(found) for found in _found(chart.spec, "tooltip")]
         assert all(number <= 6 for number in tooltips)
+        assert all(row["at"].endswith("+00:00") for row in chart.rows if "at" in row)
+
+
+def test_of_many_rows_long_series_are_thinned_and_short_ones_are_whole(
+    sqlite_store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    import_file(sqlite_store, NEWEST["train"])
+    run_id = NEWEST["train"].name.removesuffix(".jsonl.gz")
+    whole = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
+    monkeypatch.setattr(charts, "_MOST", 40)
+    thinned = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
+    assert len(thinned) <= 40 < len(whole)
+    held_out = [row for row in whole if row["text"] == "held out"]
+    assert held_out
+    assert [row for row in thinned if row["text"] == "held out"] == held_out
 
 
 def test_implementations_and_states_look_as_in_every_chart(sqlite_store: Store, sweep):
