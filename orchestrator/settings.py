@@ -209,7 +209,12 @@ def load_settings() -> Settings:
     try:
         return Settings(_env_file=file, _env_file_encoding="utf-8")  # pyright: ignore[reportCallIssue] - BaseSettings has them
     except ValidationError as err:
-        lines = (": ".join(split(e, f"NSA_{str(e['loc'][0]).upper().removeprefix('NSA_')}")) for e in err.errors())
+        lines = []
+        for error in err.errors():
+            name = f"NSA_{str(error['loc'][0]).upper().removeprefix('NSA_')}"
+            if name == "NSA_WEBHOOK":  # who knows all of it can write there
+                error["input"] = "(withheld)"
+            lines.append(": ".join(split(error, name)))
         text = re.sub(r"(://)\S*@", r"\1***@", "\n".join(lines))  # credentials in a URL
         raise SettingsError(re.sub(r"(://[^\s?#'\"]*[?#])[^\s'\"]+", r"\1***", text)) from None
     except (OSError, UnicodeDecodeError) as err:

@@ -55,6 +55,14 @@ def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str
     assert json.loads(done.stdout) == [one.format(tmp=tmp_path) if isinstance(one, str) else one for one in expected]
 
 
+def test_the_address_of_a_webhook_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("hooks.slack.com/services/T/B/SECRET", "https://user@hooks.slack.com/services/T/B/SECRET"):
+        monkeypatch.setenv("NSA_WEBHOOK", wrong)
+        with pytest.raises(settings.SettingsError, match=r"^NSA_WEBHOOK: '\(withheld\)': .*; write http") as err:
+            settings.load_settings()
+        assert "SECRET" not in str(err.value)
+
+
 def test_a_variable_that_is_almost_a_setting_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "installation", lambda: Installation.INSTALLED)
     monkeypatch.chdir(tmp_path)
