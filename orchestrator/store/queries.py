@@ -85,9 +85,9 @@ def runs(
     if person:
         within.append(Run.person.icontains(person, autoescape=True))
     if tag:
-        within.append((" " + Run.tags + " ").contains(f" {tag} ", autoescape=True))
+        within.append((" " + Run.tags + " ").icontains(f" {tag} ", autoescape=True))
     if commit:
-        within.append(Run.git_commit.startswith(commit, autoescape=True))
+        within.append(Run.git_commit.istartswith(commit, autoescape=True))
     if card:
         of_card = select(Point.run_id).join(Point.outcome).join(Environment)
         within.append(Run.id.in_(of_card.where(Environment.gpu.icontains(card, autoescape=True))))

@@ -12,7 +12,7 @@ from sqlalchemy import select, text
 
 from jobs.schema.states import Origin, PointState, RunState, run_in_words
 from orchestrator.store import Store, queries
-from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
+from orchestrator.store.records import LabelRecord, MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
 from orchestrator.store.views import v_runs
 
 DOCS = Path(__file__).parents[3] / "docs" / "database.md"
@@ -42,6 +42,7 @@ def filled(store: Store, sweep) -> Store:
                 run_id="seeds", at=reported, point_id="seeds/0", attempt=1, state=PointState.OK,
                 metrics=(MetricData(name="peak_memory", unit="MiB", value=5165),),
             ),
+            LabelRecord(run_id="seeds", at=reported, tags=("Best",)),
             RunEndRecord(run_id="seeds", at=reported, state=RunState.DONE),
         ]
     )  # fmt: skip
@@ -67,7 +68,9 @@ def test_runs_count_their_points(filled: Store):
         ({"text": "REPORT_"}, ["seeds"]),
         ({"text": "100%"}, []),
         ({"limit": 1}, [RUN]),
-        ({"commit": "cccc"}, [RUN]),
+        ({"commit": "ccCC"}, [RUN]),
+        ({"tag": "best"}, ["seeds"]),
+        ({"tag": "bes"}, []),
         ({"card": "h200"}, [RUN]),
         ({"person": "ad"}, []),
         ({"since": datetime(2026, 1, 1, tzinfo=UTC)}, [RUN]),

@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 from statements import rows_of
 
-from jobs.schema.states import PointState, RunState
+from jobs.schema.states import FAILED, PointState, RunState
 from orchestrator.store import Store, StoreError, queries, upgrade
 from orchestrator.store.engine import REVISIONS
 from orchestrator.store.models import Attempt, Base, Metric, Point, Run
@@ -25,6 +25,7 @@ from orchestrator.store.records import (
     LabelRecord,
     MetricData,
     OutcomeRecord,
+    PointRecord,
     Progress,
     Record,
     RunEndRecord,
@@ -63,8 +64,21 @@ def test_a_change_of_the_tables_has_a_migration():
     assert (REVISIONS[-1], digest) == ("0002", "12efe16685fd")
 
 
-def test_an_older_database_is_migrated(store: Store, database_url: str, sweep):
-    store.apply_many(sweep())
+@pytest.mark.parametrize(
+    ("kind", "config", "answers"),
+    [
+        ("scaling", {}, ()),
+        ("capacity", {}, {PointState.OOM}),
+        ("backward", {"search": "x"}, FAILED - {PointState.LOST}),
+        ("backward", {"search": None}, ()),
+    ],
+)
+def test_an_older_database_is_migrated(store: Store, database_url: str, sweep, kind, config, answers):
+    """The failures that answer a search are those that its kind plans points with."""
+    begun, *others = sweep()
+    planned = {"config": config, "answers": tuple(sorted(answers))}
+    others = [each.model_copy(update=planned) if isinstance(each, PointRecord) else each for each in others]
+    store.apply_many([begun.model_copy(update={"kind": kind}), *others])
     before = rows_of(store)
     with store.session(writes=True) as session:
         for name in reversed(QUERIES):

@@ -17,3 +17,11 @@ def upgrade() -> None:
     op.add_column("run", sa.Column("notes", sa.Text()))
     op.add_column("run", sa.Column("labelled_at", UtcDateTime()))
     op.add_column("point", sa.Column("answers", sa.String(100)))
+    run = sa.table("run", sa.column("id"), sa.column("kind"))
+    point = sa.table("point", sa.column("run_id"), sa.column("config", sa.JSON()), sa.column("answers"))
+    for kind, of_search, answers in (
+        ("capacity", sa.true(), "oom"),
+        ("backward", point.c.config["search"].as_string().is_not(None), "crash error hang oom timeout"),
+    ):
+        of_kind = point.c.run_id.in_(sa.select(run.c.id).where(run.c.kind == kind))
+        op.execute(point.update().where(of_kind, of_search).values(answers=answers))
