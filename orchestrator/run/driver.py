@@ -200,9 +200,13 @@ def _measure(
     if recorder.stored and state is not RunState.CANCELLED:
         try:
             found = summary.print_evaluation(store, order.run_id, order.settings.gates, console)
-            ended = ended.judged(store, found) if order.settings.webhook else ended
         except UserError as err:  # the results are stored; without a verdict the run still ended well
             notes.append(f"no verdict now: {err}; judge later: nsa gate {order.run_id}")
+        else:
+            try:
+                ended = ended.judged(store, found) if order.settings.webhook else ended
+            except Exception as err:  # whatever it is
+                notes.append(f"NSA_WEBHOOK: was told no verdict ({type(err).__name__}: {err}); nsa gate {order.run_id}")
     if problem := webhook.tell(order.settings, ended):
         notes.append(problem)
     for line in (*notes, f"{run}: {words}"):

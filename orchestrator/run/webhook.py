@@ -41,9 +41,9 @@ class Ended:
         [own] = runs.loc[runs["run_id"] == run_id].to_dict("records")
         same = [runs[name].fillna("") == (own[name] or "") for name in ("name", "kind", "gpu")]
         before = runs.loc[same[0] & same[1] & same[2] & (runs["ok"] > 0) & (runs["created_at"] < own["created_at"])]
-        if not figures or before.empty:
+        earlier = next((each for each in before["run_id"] if not _in_part(store, each)), None)
+        if not figures or earlier is None:
             return found
-        earlier = before["run_id"].iloc[0]
         try:
             sides = [Side(each, (each,)) for each in (earlier, run_id)]
             [compared] = compare(store, sides[0], sides[1:], figures[run_id]["metric"])
@@ -70,6 +70,11 @@ class Ended:
             return {"text": text}
         about = {name: getattr(run, name) for name in ("run_id", "name", "kind", "person", "git_commit")}
         return {"text": text, **about, **{name: value for name, value in asdict(self).items() if name != "run"}}
+
+
+def _in_part(store: Store, run_id: str) -> bool:
+    """Whether a run measured some of its spec's points alone, as one of `nsa rerun` does."""
+    return bool(queries.specs(store, [run_id])[run_id].get("only"))
 
 
 def tell(settings: Settings, ended: Ended) -> str | None:

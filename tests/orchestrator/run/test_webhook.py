@@ -49,12 +49,22 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
     message = received[0]
     assert message["text"] == f"{message['run_id']} (ada): done, 1 of 2 failed"
     assert (message["failed"], message["points"], message["no_go"], message["slower"]) == (1, 2, [], [])
+    monkeypatch.setattr(Ended, "judged", lambda *_: 1 / 0)
+    assert driver.main([str(spec("value = 1.0", "raise ValueError")), "--local"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("NSA_WEBHOOK: was told no verdict (ZeroDivisionError: ") for line in lines)
+    assert len(received) == 3
 
 
 def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
-    """What got slower since the run of this name before is in all of them."""
+    """What got slower since the run of this name before is in all of them; one point measured again is no such run."""
     laws, lengths = {"chunked": 1.0}, (512, 1024)
     sqlite_store.apply_many(make_sweep(laws=laws, lengths=lengths))
+    again = [
+        record.model_copy(update={"at": record.at.replace(hour=13)})
+        for record in make_sweep("20261120-130000-demo-abcd", laws, lengths[:1])
+    ]
+    sqlite_store.apply_many([again[0].model_copy(update={"spec": {"only": ["chunked"]}}), *again[1:]])
     after = make_sweep(RUN, laws, lengths)
     for place, record in enumerate(after):
         after[place] = record.model_copy(update={"at": record.at.replace(day=21)})
