@@ -224,6 +224,8 @@ def submit(
     args = [str(spec), *submission.set_options(overrides or ())]
     if retry_failed and resume is None:
         raise UserError("--retry-failed: has no effect without --resume; name a run")
+    if resume is not None and (tags or note is not None):
+        raise UserError("--tag, --note: label a new run; label an earlier one with `nsa label RUN`")
     again = ["--retry-failed"] if retry_failed else []
     if resume is not None:
         with lookup.open_store(settings) as store:

@@ -110,10 +110,11 @@ def read_order(argv: Sequence[str] | None) -> Order:
     if settings and args.resume:
         with noting():
             begun = plan.begun(args.resume, settings.artifacts_dir)
-            if spec is not None and provenance.spec_hash(spec) != begun.spec_hash:
+            earlier = parse_spec(begun.spec)  # with the fields that it was begun without: its own hash lacks them
+            if spec is not None and provenance.spec_hash(spec) != provenance.spec_hash(earlier):
                 fix = "leave SPEC out, or start a new run"
                 raise UserError(f"--resume: {args.resume!r}: its spec differs from the one given; {fix}")
-            spec = spec or parse_spec(begun.spec)
+            spec = spec or earlier
     if mistakes or settings is None or spec is None:
         raise UserError("\n".join(mistakes))
     run_id = args.resume or plan.new_run_id(spec.name)
@@ -182,6 +183,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("SPEC is missing")
     if args.retry_failed and not args.resume:
         parser.error("--retry-failed is of use with --resume only")
+    if args.resume and (args.tag or args.note is not None):  # they would replace those that it has
+        parser.error("--tag and --note label a new run; label an earlier one with nsa label RUN")
     if args.spec is None and args.set:
         parser.error("--set changes a SPEC, and none is given")
     return args

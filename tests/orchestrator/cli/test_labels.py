@@ -30,6 +30,9 @@ def test_a_run_is_labelled_and_found_and_a_point_of_it_measured_again(nsa: Nsa, 
     assert nsa("runs", "--tag", "first").out == "Runs: none\n"
     assert nsa("label", "last", "--tag", "two words").err.startswith("error: --tag: 'two words': is no tag")
 
+    refused = nsa("submit", str(home / "spec.yaml"), "--resume", "last", "--tag", "best")
+    assert refused.err.startswith("error: --tag, --note: label a new run; label an earlier one with `nsa label RUN`")
+
     script = nsa("repro", f"{run_id}/2").out
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     assert "git worktree add" in script

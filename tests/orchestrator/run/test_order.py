@@ -6,7 +6,11 @@ import re
 
 import pytest
 
-from orchestrator.run import driver
+from jobs.specs.load import load_spec
+from orchestrator.errors import UserError
+from orchestrator.run import driver, plan
+from orchestrator.run.order import read_order
+from orchestrator.store.records import RunRecord
 
 TRAIN = "kind: train\nname: t\ndevice: cpu\nseq_len: 32\nsteps: 5\noptimizer: {{warmup_steps: 2}}\ndata: {{path: {}}}\n"
 
@@ -53,6 +57,11 @@ def test_every_mistake_is_a_line_and_no_file_is_made(
         (["--resume", "nope"], "--resume: 'nope': no journal of this run in "),
         (["--resume", "../../etc"], "--resume: '../../etc': no journal of this run in "),
         (["x.yaml", "--retry-failed"], "arguments: --retry-failed"),
+        (
+            ["--resume", "nope", "--tag", "a"],
+            "arguments: --tag and --note label a new run; label an earlier one with nsa",
+        ),
+        (["--resume", "nope", "--note", ""], "arguments: --tag and --note"),
         (["x.yaml", "--resume", "nope"], "spec: 'x.yaml' cannot be read"),
     ],
 )
@@ -60,6 +69,16 @@ def test_wrong_arguments_are_named(home, capsys, args, message) -> None:
     assert driver.main([*args, "--local"]) == 2
     assert capsys.readouterr().err.splitlines()[0].startswith(f"error: {message}")
     assert not home.exists()
+
+
+def test_a_run_begun_before_a_field_was_added_is_resumed_with_its_spec(home, spec, monkeypatch, snippet_kind) -> None:
+    path = spec("pass")
+    stored = load_spec(path).model_dump(mode="json", exclude={"seed"})
+    begun = RunRecord(run_id="r", name="test", kind="snippet", spec=stored, spec_hash="older")
+    monkeypatch.setattr(plan, "begun", lambda *_: begun)
+    assert read_order([str(path), "--resume", "r"]).resumed
+    with pytest.raises(UserError, match="--resume: 'r': its spec differs"):
+        read_order([str(path), "--resume", "r", "--set", "seed=1"])
 
 
 def test_asking_for_more_than_this_machine_has_is_an_error(home, spec, capsys, snippet_kind) -> None:
