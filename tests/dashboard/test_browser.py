@@ -222,7 +222,7 @@ def test_filters_and_tabs_are_in_the_address(page: Page, address: str):
     visit(copied, page.url, "demo")
     expect(copied.get_by_role("tab", name="Spec")).to_have_attribute("aria-selected", "true")
     visit(copied, f"{address}/runs?state=done&text=demo", "Runs")
-    expect(copied.get_by_placeholder("id, name, source or host")).to_have_value("demo")
+    expect(copied.get_by_placeholder("id, name, source, host, person, tag or note")).to_have_value("demo")
 
 
 def test_pages_follow_a_run_without_being_reloaded(page: Page, address: str, folder: Path):
