@@ -54,7 +54,13 @@ counts = _read(queries.counts)
 quantities = _read(queries.quantities)
 own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
-kind_charts = _read(charts.kind_charts)
+
+
+# A run that is measured adds samples all the time: its charts are drawn again when a point ends, and every 20 seconds.
+@st.cache_data(ttl=20, max_entries=32, show_spinner=False, hash_funcs={Store: id})
+def kind_charts(store: Store, run_id: str, kind: str, state: str, tally: str) -> list[charts.Chart]:
+    """The charts of a run's kind; `state` and `tally` are part of the cache's key only."""
+    return charts.kind_charts(store, run_id, kind)
 
 
 def running(store: Store, run_id: str) -> list[dict[Any, Any]]:

@@ -136,7 +136,7 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
 
 def _answer(store: Store, run: dict[str, Any], points: pd.DataFrame) -> None:
     """Draw the charts that answer the question of the run's kind side by side, its warnings, and why points failed."""
-    charts = data.kind_charts(store, run["run_id"], run["kind"])
+    charts = data.kind_charts(store, run["run_id"], run["kind"], run["state"], parts.tally(run))
     for column, chart in zip(st.columns(len(charts) or 1), charts, strict=False):
         with column:
             grids.chart(chart, key=chart.title)
