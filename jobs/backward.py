@@ -148,15 +148,20 @@ class Spec(JobSpec):
             if not any(computes(name, branch) for branch in branches):
                 raise ValueError(f"implementations: {name!r}: computes the window alone; add win to a case's branches")
         refuse_idle(self, self.nsa, self.implementations, self.precision, branches)
-        learned = self.nsa.cmp_block if self.nsa and self.nsa.compress == "mlp" else 0  # tokens compressed into one
         seen: set[str] = set()
         for number, case in enumerate(self.cases):
+            section, own, nsa = f"cases.{number}.model.nsa", case.own_nsa, self.nsa or case.base.nsa
+            if self.nsa and own:
+                raise ValueError(f"nsa: {section} is given as well; keep one of the two")
+            refuse_idle(self, own, self.implementations, self.precision, case.branches, section=section)
+            section = section if own else "nsa"
+            learned = nsa.cmp_block if nsa.compress == "mlp" else 0  # tokens compressed into one
             if learned and "slc" in case.branches:  # a search would take it for a failing size
-                raise ValueError("nsa.compress: 'mlp': the selected branch alone does not train it; use mean")
+                raise ValueError(f"{section}.compress: 'mlp': the selected branch alone does not train it; use mean")
             if min(case.lengths) < learned and {"all", "cmp"} & set(case.branches):
                 raise ValueError(
                     f"cases.{number}.lengths: {min(case.lengths)}: leaves a learned compression nothing to compress; "
-                    f"use at least nsa.cmp_block = {learned}"
+                    f"use at least {section}.cmp_block = {learned}"
                 )
             for variant, size in product(case.variants(), [None] if self.bisect else case.sizes()):
                 if (label := variant.label(size)) in seen:

@@ -164,6 +164,7 @@ class Spec(ImplementationsSpec):
 
     kind: Literal["needle"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     DEFAULT = "tiny"
+    RANDOM_TOKENS = False  # a haystack has a vocabulary of its own
     layers: Layers | None = Field(default=None, description="None: the model's")
     lengths: Annotated[
         list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1, description="tokens of a sequence"), Unique

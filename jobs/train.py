@@ -44,6 +44,7 @@ class TrainingSpec(ModelledSpec):
     """A training for each kind of attention, whatever ends it: the fields of every kind that trains."""
 
     DEFAULT = "tiny"
+    RANDOM_TOKENS = False
     attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(
         default=["nsa"], description="a training for each"
     )

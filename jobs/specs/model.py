@@ -39,7 +39,9 @@ class ModelSpec(Strict):
     ffn_dim: Count | None = Field(
         default=None, description="hidden width of SwiGLU; None: 8/3 of dim, up to a multiple of 64"
     )
-    vocab_size: Count | None = Field(default=None, description="None: what the text needs, 256 if that is bytes")
+    vocab_size: Count | None = Field(
+        default=None, description="None: what the text needs; to be given where there is none, as in estimate"
+    )
     tied: bool = Field(default=True, description="whether the output head shares the embedding's weights")
     nsa: NSA | None = Field(default=None, description="None: the defaults")
 
@@ -74,6 +76,7 @@ class ModelChoice(Strict):
     """A preset, or a model of one's own; of some kinds instead of a model the shape of attention alone."""
 
     DEFAULT: ClassVar[str | None] = None  # the preset without any of them
+    RANDOM_TOKENS: ClassVar[bool] = True  # whether no text tells the vocabulary
 
     preset: Annotated[str, AfterValidator(_known)] | None = Field(
         default=None,
@@ -92,6 +95,9 @@ class ModelChoice(Strict):
             raise ValueError(f"preset: missing; use one of {', '.join(MODELS)}, or give a model{shape}")
         if self.model is not None and isinstance(layers := getattr(self, "layers", None), int):
             raise ValueError(f"layers: {layers}: model has its own; leave it out, or set model.layers")
+        whole = getattr(self, "workload", "model") == "model"
+        if self.RANDOM_TOKENS and whole and self.model is not None and self.model.vocab_size is None:
+            raise ValueError(f"model.vocab_size: missing: there is no text to tell it; give it, {BYTES} for bytes")
         if self.model is not None and self.model.nsa is not None and self.own_nsa is not self.model.nsa:
             raise ValueError("nsa: model has its own; keep one of the two")
         return self

@@ -44,6 +44,7 @@ def refuse_idle(
     implementations: Iterable[str],
     dtype: str | None,
     branches: Iterable[str] = (ALL,),
+    section: str | None = None,
 ) -> None:
     """Refuse a field of a spec's section `nsa` that would change none of its points. Raises ValueError.
 
@@ -51,6 +52,7 @@ def refuse_idle(
         implementations: all that are measured; dense ones by a name of DENSE_KERNELS.
         dtype: of the points; None if nothing of them has slots, as in decoding.
         branches: measured each by itself; "all": the whole operator.
+        section: that gives `nsa`; None: the spec's or its model's.
     """
     if nsa is None:
         return
@@ -79,7 +81,7 @@ def refuse_idle(
             reason = "a decoding step has none"
         else:
             reason = "only Triton's kernels pack them, on a GPU in bfloat16"
-    section = "nsa" if getattr(spec, "nsa", None) is nsa else "model.nsa"
+    section = section or ("nsa" if getattr(spec, "nsa", None) is nsa else "model.nsa")
     field = f"{section}.{idle[0]}: {getattr(nsa, idle[0])!r}" if idle else f"{section}: the defaults"
     others = f", {', '.join(idle[1:])} as well" if idle[1:] else ""
     raise ValueError(f"{field}: {reason}; leave it out{others}{otherwise and f', or {otherwise}'}")

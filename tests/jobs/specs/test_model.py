@@ -13,8 +13,11 @@ from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig
 
 OWN = {"layers": 3, "dim": 48, "heads": 6, "kv_heads": 2, "nsa": {"window": 64}}
+SIZED = OWN | {"vocab_size": 256}
 PASSES: dict[str, Any] = {"implementations": ["chunked"], "lengths": [64]}
 TRAIN: dict[str, Any] = {"seq_len": 64, "steps": 20, "optimizer": {"warmup_steps": 2}}
+CASE = {"model": SIZED, "lengths": [64]}
+LEARNED = {"model": SIZED | {"nsa": {"compress": "mlp"}}, "lengths": [16]}
 MORE = {
     "train": TRAIN,
     "diagnose": TRAIN,
@@ -26,6 +29,7 @@ MORE = {
     "backward": {"implementations": ["chunked"]},
 }
 
+TEXTS = ("train", "diagnose", "soak", "needle")
 MODELLED = [name for name, module in kinds().items() if "model" in module.Spec.model_fields]
 
 
@@ -33,9 +37,14 @@ def _points(kind: str, **changes: Any) -> Any:
     return parse_spec({"kind": kind, "name": "t", **MORE.get(kind, PASSES), **changes}).all_points({None: CPU})
 
 
+def _sized(kind: str, model: dict[str, Any]) -> dict[str, Any]:
+    """With a vocabulary, where no text tells it."""
+    return model if kind in TEXTS else model | {"vocab_size": 256}
+
+
 @pytest.mark.parametrize("kind", MODELLED)
 def test_a_model_of_ones_own_is_measured(kind: str) -> None:
-    model = travelled(_points(kind, model=OWN)[0]).model
+    model = travelled(_points(kind, model=_sized(kind, OWN))[0]).model
     assert (model.layers, model.dim, model.heads, model.kv_heads, model.head_dim) == (3, 48, 6, 2, 8)
     assert model.ffn_dim == 128, "8/3 of 48, up to a multiple of 64"
     assert model.nsa == NSAConfig(window=64)
@@ -45,7 +54,7 @@ def test_a_model_of_ones_own_is_measured(kind: str) -> None:
 def test_only_a_model_of_ones_own_has_its_sizes_as_an_axis(kind: str) -> None:
     """The heads, their dim and the layers of the 125M model are evidence for its plan; another width is not."""
     alike = {"layers": 12, "dim": 64, "heads": 12, "kv_heads": 2, "head_dim": 64}
-    (own, *_), (preset, *_) = _points(kind, model=alike), _points(kind, preset="m7c_125m")
+    (own, *_), (preset, *_) = _points(kind, model=_sized(kind, alike)), _points(kind, preset="m7c_125m")
     axes = {**own.axes.to_record()}
     assert axes.pop("model").startswith("dim 64, ffn_dim 192, ")
     assert axes == preset.axes.to_record()
@@ -53,14 +62,14 @@ def test_only_a_model_of_ones_own_has_its_sizes_as_an_axis(kind: str) -> None:
 
 def test_a_backward_pass_has_the_sizes_of_each_case() -> None:
     points = _points(
-        "backward", cases=[{"model": OWN, "lengths": [64]}, {"model": OWN, "layers": [1], "lengths": [64]}]
+        "backward", cases=[{"model": SIZED, "lengths": [64]}, {"model": SIZED, "layers": [1], "lengths": [64]}]
     )
     assert [travelled(point).model.layers for point in points] == [3, 1]
     assert all(point.axes.more["preset"].startswith("3x48-") for point in points)
 
 
 def test_models_of_equal_layers_and_width_have_labels_of_their_own() -> None:
-    own = [{"model": OWN | {"heads": heads}, "lengths": [64]} for heads in (6, 2)]
+    own = [{"model": SIZED | {"heads": heads}, "lengths": [64]} for heads in (6, 2)]
     one, other = _points("backward", cases=own)
     assert one.label != other.label
 
@@ -77,6 +86,10 @@ def test_models_of_equal_layers_and_width_have_labels_of_their_own() -> None:
         ("train", {"model": OWN, "attention": ["dense"]}, "model.nsa.window: 64: changes nothing of dense attention"),
         ("needle", {"model": OWN, "layers": 2}, "layers: 2: model has its own; leave it out, or set model.layers"),
         ("needle", {"model": OWN | {"vocab_size": 99}}, "model.vocab_size: 99: has no effect"),
+        ("estimate", {"model": OWN}, "model.vocab_size: missing: there is no text to tell it; give it, 256 for bytes"),
+        ("backward", {"cases": [CASE], "nsa": {"window": 32}}, "nsa: cases.0.model.nsa is given as well; keep one"),
+        ("backward", {"cases": [CASE | {"branches": ["cmp"]}]}, "cases.0.model.nsa.window: 64: changes nothing of br"),
+        ("backward", {"cases": [LEARNED]}, "cases.0.lengths: 16: leaves a .* cases.0.model.nsa.cmp_block = 32"),
         ("estimate", {}, "preset: missing; use one of .*, or give a model"),
     ],
 )
