@@ -13,7 +13,7 @@ from .config import NSAConfig
 from .errors import InputError
 from .functional import nsa_attention
 
-# Of models that it would compute wrongly.
+# Arguments of attention that NSA lacks: a model that sets one would be computed wrongly.
 _UNKNOWN = ("attention_dropout", "sliding_window", "softcap", "s_aux", "position_bias")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ TORCH_FIXED = "torch-fixed"
 """PyTorch's flash attention of sequences of one length, which it offers no public function with a window for."""
 
 
-class Peer:
+class Peer(ABC):
     """An adapter; by itself of kernels for halves on CUDA. An object of another distribution, such as a module, needs
     INSTALL and the five methods."""
 
@@ -51,14 +52,14 @@ class Peer:
         return config
 
     def select(self, q: Tensor, k: Tensor, v: Tensor, config: NSAConfig) -> Tensor:
-        """Blocks [B,S,Hkv,n] that its `attend` chooses, in any order, padded with -1; not asked if it is dense."""
-        raise NotImplementedError
+        """Blocks [B,S,Hkv,n] that its `attend` chooses, in any order, padded with -1. Not called if it is dense."""
+        raise TypeError(f"{type(self).__name__}: dense attention chooses no blocks")
 
+    @abstractmethod
     def attend(self, inputs: Mapping[str, Tensor], config: NSAConfig, window_kernel: str | None) -> Tensor:
         """Output [B,S,Hq,D], differentiable, of q [B,S,Hq,D], k, v [B,S,Hkv,D] and, unless it is dense, gates: logits
         [B,S,Hq,3] of cmp, slc, win. Peers that leave the window to flash-attn use the kernel; None: the fastest here.
         """
-        raise NotImplementedError
 
 
 class DensePyTorch(Peer):

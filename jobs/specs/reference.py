@@ -59,7 +59,7 @@ def _table(schema: Mapping[str, Any], hidden: Collection[str], about: Mapping[st
 
 
 def _value(field: Mapping[str, Any]) -> str:
-    """What a field takes, in words; null is its default's business."""
+    """The values of a field, in words, without null: the column of the default has it."""
     if "$ref" in field and (section := _NAMED.search(f'{field["$ref"]}"')):
         return f"section [{section[1]}](#section-{section[1].lower()})"
     if values := field.get("enum", [field["const"]] if "const" in field else []):

@@ -233,7 +233,7 @@ def _run_step(settings: Settings, step: Step) -> str:
 
 
 def cluster_nodes(settings: Settings) -> list[dict[str, float]]:
-    """What each living node has of Ray's resources, by the cluster's dashboard. Raises SubmissionError."""
+    """Ray's resources of each living node, from the cluster's dashboard. Raises SubmissionError."""
     _check_ray(settings)
     from ray.util.state import list_nodes
 

@@ -1,4 +1,4 @@
-"""What keeps a Ray cluster to those who may use it: a folder of its own, and a token.
+"""Keeps a Ray cluster to those who may use it, by a folder of its own and a token.
 
 Ray gives a job the address noted in its cluster's folder, by default one folder a host, so a second cluster there would
 get the jobs of the first. Ray also lets every user write into that folder, uploaded code and sockets included: here it

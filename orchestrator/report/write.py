@@ -1,4 +1,4 @@
-"""What a report of runs says: its tables and charts."""
+"""Tables and charts of a report of runs."""
 
 from __future__ import annotations
 

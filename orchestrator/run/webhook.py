@@ -58,8 +58,8 @@ class Ended:
         return replace(found, slower=tuple(slower))
 
     def message(self, url: str) -> dict[str, Any]:
-        """What the server at `url` is sent: Discord's and Slack's own forms, else all fields beside the text, of which
-        Mattermost shows the text."""
+        """JSON for the server at `url`: Discord's or Slack's own form, else all fields with the text that Mattermost
+        shows."""
         run, path = self.run, urlsplit(url).path
         lines = [f"{run.run_id}{f' ({run.person})' if run.person else ''}: {self.state}"]
         lines += [f"NO-GO {each}" for each in self.no_go] + [f"slower {each}" for each in self.slower]

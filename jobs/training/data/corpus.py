@@ -116,7 +116,7 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
 
 
 def held_out(spec: DataSpec, seq_len: int) -> str:
-    """What is held out of a text, in words. Raises DataError if a part is too short for `seq_len`."""
+    """The held-out part of a text, in words. Raises DataError if a part is too short for `seq_len`."""
     share = f"{spec.heldout:.3g} of"
     if spec.tokenized:
         few = spec.path is not None and few_texts(spec.path)

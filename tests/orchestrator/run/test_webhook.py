@@ -57,7 +57,7 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
 
 
 def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
-    """What got slower since the run of this name before is in all of them; one point measured again is no such run."""
+    """Each message names what got slower since the last run of this name; a rerun of one point is no such run."""
     laws, lengths = {"chunked": 1.0}, (512, 1024)
     sqlite_store.apply_many(make_sweep(laws=laws, lengths=lengths))
     again = [
