@@ -31,7 +31,7 @@ from jobs.measure.isolation import trace_branch
 from jobs.measure.memory import measure_held, resident_bytes, tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase
 from jobs.measure.search import BISECTION, Size, Untried, bisected
-from jobs.schema.axes import MODEL, Axis
+from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
@@ -49,7 +49,6 @@ FORWARD_MEMORY = replace(
 )
 QUANTITIES = (*BISECTION, TIME, THROUGHPUT, FORWARD_MEMORY, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (
-    MODEL,
     Axis("preset", "text", "preset"),
     Axis("branch", "text", "branch"),
     Axis("repeats", "whole", "repeats"),

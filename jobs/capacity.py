@@ -21,7 +21,7 @@ from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
 from jobs.measure.model_pass import ImplementationsSpec, ModelPass, PassCase
 from jobs.measure.search import Untried, outcome
-from jobs.schema.axes import MODEL, Axis
+from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
 from jobs.schema.states import PointState
@@ -37,7 +37,7 @@ LONGEST_IN_PLAN = replace(
 SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
 CONCLUSION = (LONGEST, LONGEST_IN_PLAN, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, THROUGHPUT_NEEDED)
 QUANTITIES = (*CONCLUSION, *MEMORY, *AGREEMENT, *TELEMETRY)
-AXES = (MODEL, Axis("checkpointing", "text", "checkpointing"))
+AXES = (Axis("checkpointing", "text", "checkpointing"),)
 
 _STEPS = 3  # timed at the longest length
 

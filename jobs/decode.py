@@ -21,7 +21,6 @@ from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import Agreement, judge, small_case
 from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import WorkloadSpec
-from jobs.schema.axes import MODEL
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import HeadsSpec, Layers, OrDense
@@ -42,7 +41,6 @@ STEP_THROUGHPUT = replace(THROUGHPUT, plot=Plot.STEP_RATE)
 BYTES_READ = Quantity(
     "bytes_read", "MiB", "Bytes read by a step's attention", "bytes read", Better.LOWER, Role.HEADLINE
 )
-AXES = (MODEL,)
 QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
 
 

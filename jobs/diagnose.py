@@ -13,7 +13,6 @@ from typing import Any, Literal
 from jobs import train
 from jobs.diagnosis.advice import Diagnosis, advise, describe
 from jobs.diagnosis.rank_state import PHASES
-from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Measurement, Metric, reporter
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.metrics import RANK_IMBALANCE, measurement
@@ -27,7 +26,7 @@ PHASE_MEMORY = {
     for phase, words in PHASES.items()
     for size, title in _SIZES.items()
 }
-AXES: tuple[Axis, ...] = train.AXES
+AXES = train.AXES
 Case = train.Case
 QUANTITIES = (WARNINGS, *PHASE_MEMORY.values(), *train.QUANTITIES)
 

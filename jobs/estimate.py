@@ -20,14 +20,12 @@ from jobs.measure.call import measure_call
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.measure.operator import estimate_error
-from jobs.schema.axes import MODEL
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
 from nsa_core.memory import predicts
 
 PREDICTED = Quantity("predicted_*", "MiB", "Predicted")
 ALLOCATED = Quantity("allocated_*", "MiB", "Allocated")
-AXES = (MODEL,)
 QUANTITIES = (replace(ESTIMATE_ERROR, role=Role.HEADLINE), *MEMORY, PREDICTED, ALLOCATED, *AGREEMENT, *TELEMETRY)
 
 FORWARD, BACKWARD = "nsa_bench.forward", "nsa_bench.backward"  # ranges of a profile

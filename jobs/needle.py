@@ -25,7 +25,6 @@ from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.memory import measure_peak
 from jobs.measure.model_pass import ImplementationsSpec
-from jobs.schema.axes import MODEL
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of
@@ -49,7 +48,7 @@ LOSS_CHANGE = Quantity("loss_change", "nat/answer", "Change of the loss between 
 LEARNED_STEP = Quantity("learned_step", "1", "Step at which the task was learned", "learned at", Better.LOWER)
 ANSWER_LOSS = replace(LOSS, unit="nat/answer")
 HELDOUT_ANSWER_LOSS = replace(HELDOUT_LOSS, unit="nat/answer")
-AXES = (MODEL, *MODE_AXES)
+AXES = MODE_AXES
 QUANTITIES = (
     *(RECALL, RECALL_WORST, CONVERGED, ANSWER_LOSS, HELDOUT_ANSWER_LOSS, RECALL_AT, CHANCE, LOSS_CHANGE, LEARNED_STEP),
     *(TIME, THROUGHPUT, ENERGY, *MEMORY, *AGREEMENT, *TELEMETRY, *SERIES, MFU, RANK_COMPUTE_TIME),

@@ -22,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.measure.call import measure_call
 from jobs.measure.clock import TimingSpec
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
-from jobs.schema.axes import MODEL
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from nsa_core.routes import RANGE
@@ -32,7 +31,6 @@ SYNCHRONIZATIONS = Quantity(
     "synchronizations", "1", "Waits of the host for the device", "waits", Better.LOWER, Role.HEADLINE
 )
 RANGE_TIME = Quantity("range_*", "ms", "Time of branch or stage")
-AXES = (MODEL,)
 QUANTITIES = (TIME, BUSY_TIME, SYNCHRONIZATIONS, RANGE_TIME, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 _ROWS = 40  # of a table

@@ -13,13 +13,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, WorkloadSpec, measure_operator
-from jobs.schema.axes import MODEL
 from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
 from jobs.specs.nsa_effect import refuse_idle
 
-AXES = (MODEL,)
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 
 Case = OperatorCase

@@ -30,7 +30,6 @@ from jobs.process.child import Channel, Child, DeadlineWatch
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Measured, MeasurePoint
 from jobs.process.reporter import ProcessReporter
-from jobs.schema.axes import MODEL
 from jobs.schema.point import STARTING, Beat, EndedPoint, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_EXTRA_MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from jobs.schema.states import PointState
@@ -48,7 +47,6 @@ MEMORY_CHANGE = Quantity("memory_change", "%", "Memory against the first toolcha
 FIRST_TIME = Quantity("first_time", "ms", "Time under the first toolchain", better=LOWER)
 FIRST_MEMORY = Quantity("first_memory", "MiB", "Peak memory beyond inputs under the first", better=LOWER)
 COMPARISON = (DIFFERENCES, OUTPUT_DIFFERENCE, TENSORS_EQUAL, TIME_CHANGE, MEMORY_CHANGE, FIRST_TIME, FIRST_MEMORY)
-AXES = (MODEL,)
 QUANTITIES = (TIME, *COMPARISON, *MEMORY, *AGREEMENT, *TELEMETRY)
 
 _MOST_NAMED = 5  # tensors in the message of a failed point

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 
-from jobs.schema.axes import MODEL
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
@@ -35,8 +34,7 @@ from nsa_core.backends.triton import Heads
 
 __all__ = ["AXES", "QUANTITIES", "Case", "Spec", "TrainingSpec", "measure", "trained"]
 
-AXES = (MODEL, *MODE_AXES)
-
+AXES = MODE_AXES
 Case = TextCase
 
 

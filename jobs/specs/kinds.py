@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 import jobs
-from jobs.schema.axes import check_axes
+from jobs.schema.axes import MODEL, Axis, check_axes
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Case
 from jobs.schema.quantities import check_quantities
@@ -51,6 +51,12 @@ def kind_module(name: str) -> ModuleType:
     # Backends are no kind, but may be taken for one.
     fix = "kind: branches with 'backends: [...]'" if name == "backends" else f"one of {', '.join(sorted(kinds()))}"
     raise SpecError(f"kind: {shown(name)} is no job kind; use {fix}")
+
+
+def axes_of(kind: ModuleType) -> tuple[Axis, ...]:
+    """Axes of a kind's points beside those of all kinds: the sizes of a model that is no preset, and its own."""
+    own = {axis.name: axis for axis in getattr(kind, "AXES", ())}
+    return tuple(({MODEL.name: MODEL} | own).values())
 
 
 def offered_kinds() -> list[Offer]:

@@ -20,7 +20,7 @@ from jobs.process.compiler_cache import network_file_system
 from jobs.schema.point import Machine
 from jobs.schema.quantities import Quantities, Role
 from jobs.schema.states import PointState, RunState, run_in_words
-from jobs.specs.kinds import kind_module
+from jobs.specs.kinds import axes_of, kind_module
 from jobs.specs.spec import SpecError
 from orchestrator import provenance, terminal
 from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
@@ -102,7 +102,7 @@ def _run(order: Order, stop: _Stop) -> int:
             code_hash=provenance.code_hash(spec=order.spec),
             resumed=history.run.resumed + 1 if history else 0,
             quantities=tuple(kind.QUANTITIES),
-            axes=tuple(getattr(kind, "AXES", ())),
+            axes=axes_of(kind),
         )
         recorder = None
         if job or history:  # another run makes no file before the probe

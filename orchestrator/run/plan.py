@@ -16,7 +16,7 @@ from jobs.schema.axes import check_values
 from jobs.schema.plain_text import shown
 from jobs.schema.point import EndedPoint, Machine, Point
 from jobs.schema.states import FAILED, Origin, PointState
-from jobs.specs.kinds import kind_module
+from jobs.specs.kinds import axes_of, kind_module
 from jobs.specs.spec import JobSpec, SpecError
 from orchestrator import provenance
 from orchestrator.errors import UserError
@@ -225,7 +225,7 @@ def points_of(
 ) -> list[Point]:
     """The points of a spec, or those that follow from others. Raises SpecError if one has axes that its kind did not
     declare so, or `only` names none."""
-    declared = getattr(kind_module(spec.kind), "AXES", ())
+    declared = axes_of(kind_module(spec.kind))
     points = [point for point in spec.all_points(machines, ended) if not spec.only or point.label in spec.only]
     if not points and spec.only and ended is None:
         problem = "no point of the spec has this label here, or it follows from others; --dry-run lists them"

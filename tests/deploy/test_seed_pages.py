@@ -14,7 +14,7 @@ import pytest
 
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import Origin, PointState, RunState
-from jobs.specs.kinds import kind_module
+from jobs.specs.kinds import axes_of, kind_module
 from jobs.specs.load import load_spec
 from jobs.specs.spec import JobSpec
 from orchestrator.judge.rules import READY_SPECS
@@ -71,7 +71,7 @@ def run_of(spec: str, number: int = 0, settings: tuple[str, ...] = (), change: A
         rec.RunRecord(
             run_id=run_id, at=begin, name=loaded.name, kind=loaded.kind, spec=loaded.model_dump(mode="json"),
             spec_hash="5" * 16, git_commit="c" * 40, git_dirty=False, quantities=tuple(kind.QUANTITIES),
-            axes=tuple(getattr(kind, "AXES", ())),
+            axes=axes_of(kind),
         )
     ]  # fmt: skip
     points = loaded.all_points(dict.fromkeys(loaded.python, H200))
