@@ -85,6 +85,10 @@ class ModelCase(Case):
         return getattr(torch, self.dtype)
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        return torch.float32 if self.AUTOCAST else self.torch_dtype
+
+    @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
@@ -99,11 +103,9 @@ class ModelCase(Case):
         common |= {"seq_len": self.seq_len, "backward": self.backward, "device": self.torch_device}
         if self.workload == "attention":
             return estimate_attention(self.model.nsa, dtype=self.torch_dtype, **self.shape.model_dump(), **common)
-        if self.AUTOCAST:
-            common["autocast"] = None if self.dtype == "float32" else self.torch_dtype
+        common["autocast"] = None if self.torch_dtype == self.weights_dtype else self.torch_dtype
         optimizer = "adamw" if self.pass_ == "train" else None
-        weights = torch.float32 if self.AUTOCAST else self.torch_dtype
-        return estimate_model(self.model, dtype=weights, optimizer=optimizer, **common)
+        return estimate_model(self.model, dtype=self.weights_dtype, optimizer=optimizer, **common)
 
     def predicted_bytes(self) -> int | None:
         """Predicted peak memory of a process; None without a prediction."""
@@ -197,12 +199,11 @@ def measure_call(
             with torch.cuda.graph(graph):
                 call.run()
             run = graph.replay
-        rows = call.rows if isinstance(call, FunctionCall) else None
-        hooks = {} if rows is None else {"before": rows.renew, "after": rows.take}
+        hooks = {} if call.rows is None else {"before": call.rows.renew, "after": call.rows.take}
         timed = measure_time(run, device, timing, beat, **hooks)
-        if rows is not None:
+        if call.rows is not None:
             beat("rows")
-            metrics += rows.judge()
+            metrics += call.rows.judge()
         if (took := median(timed.samples_ms)) < fastest_ms:
             raise WrongResult(
                 f"{case.implementation}: took {took:.3g} ms, less than the {fastest_ms:.3g} ms that this card's "

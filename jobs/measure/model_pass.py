@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
@@ -98,10 +97,12 @@ class PassSpec(ImplementationsSpec):
 class ModelPass:
     """A model on random tokens, and one pass of it."""
 
-    def __init__(self, case: PassCase) -> None:
+    rows = None  # as of FunctionCall
+
+    def __init__(self, case: ModelCase) -> None:
         torch.manual_seed(case.seed)
         self.case, self.device = case, case.torch_device
-        self.model = NSATransformer(case.model).to(self.device).train(case.backward)
+        self.model = NSATransformer(case.model).to(self.device, case.weights_dtype).train(case.backward)
         tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=self.device)
         self.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         self.parameters = list(self.model.parameters())
@@ -122,9 +123,9 @@ class ModelPass:
 
     def forward(self) -> Tensor:
         """Loss of the tokens."""
-        half = self.case.dtype == "bfloat16"
-        precision = torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext()
-        with torch.set_grad_enabled(self.case.backward), precision:
+        dtype = self.case.torch_dtype
+        autocast = torch.autocast(self.device.type, dtype, enabled=dtype != self.case.weights_dtype)
+        with torch.set_grad_enabled(self.case.backward), autocast:
             return self.model(*self.inputs)
 
     def backward(self, loss: Tensor) -> None:

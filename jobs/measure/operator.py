@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import Agreement, Operator, check_model, make_inputs
 from jobs.measure.clock import TimingSpec
+from jobs.measure.model_pass import ModelPass
 from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
@@ -37,7 +37,7 @@ from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate
-from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.model import ModelConfig
 
 # Quantities of `measure_operator`.
 OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *ROWS)
@@ -61,49 +61,27 @@ class OperatorCase(ModelCase):
         """The attention that is called."""
         return Operator.of(self.implementation, self.model.nsa, self.branches)
 
-    def inputs(self) -> dict[str, Tensor]:
-        """q, k, v and gate logits, as `make_inputs` makes them."""
-        settings = self.batch, self.seq_len, self.torch_dtype, self.torch_device, self.seed, self.backward
-        return make_inputs(self.shape, *settings)
-
-    def call(self) -> FunctionCall:
-        """The operator; or for workload model the loss on random tokens, and its gradients."""
-        if self.workload == "attention":
-            inputs, operator = self.inputs(), self.operator()
-            if operator.computes is None:
-                del inputs["gates"]
-            call = self.differentiated(lambda: operator.attend(inputs), inputs)
-            towards = call.resident[-1] if self.backward else None
-            return replace(call, rows=RowCheck(operator, inputs, towards, self.seed))
-        torch.manual_seed(self.seed)
-        model = NSATransformer(self.model).to(self.torch_device, self.torch_dtype).train(self.backward)
-        tokens = torch.randint(self.model.vocab_size, (self.batch, self.seq_len + 1), device=self.torch_device)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        others = [*model.buffers(), inputs, targets]
-        return self.differentiated(lambda: model(inputs, targets), dict(model.named_parameters()), others)
-
-    def differentiated(
-        self, forward: Callable[[], Tensor], leaves: Mapping[str, Tensor], others: Sequence[Tensor] = ()
-    ) -> FunctionCall:
-        """A call of `forward` and, if the case is backward, of the gradients of `leaves`.
-
-        They are those of a loss, or of attention's output weighted by a random tensor, the last of the resident ones.
-        """
-        resident, towards = [*leaves.values(), *others], None
+    def call(self) -> FunctionCall | ModelPass:
+        """The operator and, if the case is backward, its gradients towards a random tensor; or a model's pass."""
+        if self.workload == "model":
+            return ModelPass(self)
+        operator, device, dtype = self.operator(), self.torch_device, self.torch_dtype
+        inputs = make_inputs(self.shape, self.batch, self.seq_len, dtype, device, self.seed, self.backward)
+        if operator.computes is None:
+            del inputs["gates"]
+        leaves = list(inputs.values())
         if not self.backward:
-            return FunctionCall(torch.no_grad()(forward), resident)
-        if self.workload == "attention":
-            q = leaves["q"]
-            generator = torch.Generator(q.device).manual_seed(self.seed + 1)
-            towards = torch.randn(q.shape, generator=generator, dtype=q.dtype, device=q.device)
-            resident.append(towards)
+            rows = RowCheck(operator, inputs, None, self.seed)
+            return FunctionCall(torch.no_grad()(lambda: operator.attend(inputs)), leaves, rows)
+        generator = torch.Generator(device).manual_seed(self.seed + 1)
+        towards = torch.randn(inputs["q"].shape, generator=generator, dtype=dtype, device=device)
         unused = self.branches != BRANCHES  # a branch alone reads not all of them
 
         def run() -> object:
-            out = forward()
-            return out, torch.autograd.grad(out, list(leaves.values()), towards, allow_unused=unused)
+            out = operator.attend(inputs)
+            return out, torch.autograd.grad(out, leaves, towards, allow_unused=unused)
 
-        return FunctionCall(run, resident)
+        return FunctionCall(run, [*leaves, towards], RowCheck(operator, inputs, towards, self.seed))
 
 
 def lowest_ms(case: OperatorCase, flops: float, bandwidth: float) -> float:
