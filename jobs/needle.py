@@ -29,7 +29,6 @@ from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporte
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of
 from jobs.specs.fields import Count, Layers, Unique
-from jobs.specs.fit import does_not_fit
 from jobs.training.case import Layout, OptimizerSpec, TrainingCase, check_warm_up
 from jobs.training.data.corpus import Batches, Corpus
 from jobs.training.errors import noting_sigterm
@@ -217,9 +216,8 @@ class Spec(ImplementationsSpec):
             own = {name: getattr(self, name) for name in ("steps", "compile", "depths", "questions", "converged_nat")}
             own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task, "dtype": self.precision}
             case = Case.of(self, machine, (implementation, "train", seq_len, batch), model=model, **own)
-            needed, label = case.predicted_bytes(), f"{implementation} {self.model_name} S={seq_len}"
-            skip = does_not_fit(case.least_bytes(), self, machine, "shorten lengths, or lower tokens")
-            points.append(Point("needle", label, case, case.axes(more=mode_of(case.model_dump())), needed, skip))
+            label, more = f"{implementation} {self.model_name} S={seq_len}", mode_of(case.model_dump())
+            points.append(case.point(self, machine, label, "shorten lengths, or lower tokens", more=more))
         return points
 
 

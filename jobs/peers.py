@@ -118,7 +118,7 @@ class Spec(LayoutsSpec):
                 raise SpecError(f"window_kernel: {kernel!r}: {reason}; use auto")
             for pass_, name in product(self.passes, self.peers):
                 case = sweep.case_of(length, pass_, name, window_kernel=kernel, error_factor=self.error_factor)
-                points.append(sweep.point(case, skip_reason=_reason_against(case, machine)))
+                points.append(replace(sweep.point(case), skip_reason=_reason_against(case, machine)))
             if self.implementations:
                 points += sweep.points([length], self.passes, self.implementations)
         return points

@@ -18,7 +18,7 @@ from jobs.schema.plain_text import shown
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
 from jobs.specs.fields import Count, Unique
-from jobs.specs.fit import backend_reasons, does_not_fit
+from jobs.specs.fit import backend_reasons
 from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
 from jobs.specs.spec import Recovery, SpecError
@@ -180,19 +180,11 @@ class TrainingSpec(ModelledSpec):
             **{name: getattr(self, name) for name in fields},
             **self.case_fields(),
         )
-        needed = case.predicted_bytes()
-        # On a CPU the ranks share the host's memory.
-        together = case.least_bytes(1 if machine.device == "cuda" else self.ranks)
         ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
         settings = f"{' compiled' if self.compile else ''}{' graphs' if self.cuda_graphs else ''}{ranks}"
-        return Point(
-            kind=self.kind,
-            label=f"{attention} {self.model_name} S={self.seq_len}{settings}",
-            case=case,
-            axes=case.axes(more=mode_of(case.model_dump())),
-            estimate_bytes=needed,
-            skip_reason=does_not_fit(together, self, machine, "shorten seq_len, lower batch or turn checkpointing on"),
-        )
+        label = f"{attention} {self.model_name} S={self.seq_len}{settings}"
+        advice = "shorten seq_len, lower batch or turn checkpointing on"
+        return case.point(self, machine, label, advice, more=mode_of(case.model_dump()))
 
     def _vocabulary(self) -> int:
         """The model's, which has room for the text's. Raises SpecError."""

@@ -17,9 +17,10 @@ from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
 from jobs.measure.rows import RowCheck
 from jobs.schema.axes import MODEL, Axes
-from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric
+from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
 from jobs.specs.fields import HeadsSpec
+from jobs.specs.fit import does_not_fit
 from jobs.specs.model import MODELS
 from jobs.specs.spec import JobSpec
 from nsa_core.functional import BRANCHES
@@ -110,6 +111,15 @@ class ModelCase(Case):
     def predicted_bytes(self) -> int | None:
         """Predicted peak memory of a process; None without a prediction."""
         return None if (estimate := self.estimate()) is None else estimate.total
+
+    def least_bytes(self) -> int | None:
+        """Memory of the device without which the case cannot run; None if it is unknown."""
+        return self.predicted_bytes()
+
+    def point(self, spec: JobSpec, machine: Machine, label: str, advice: str, **axes: Any) -> Point:
+        """The point that measures this case; skipped, with the advice, where it is predicted not to fit."""
+        skip = does_not_fit(self.least_bytes(), spec, machine, advice)
+        return Point(spec.kind, label, self, self.axes(**axes), self.predicted_bytes(), skip)
 
     def check(self) -> Agreement:
         """Compare the attention with the oracle. Raises WrongResult."""

@@ -85,12 +85,9 @@ class PassSpec(ImplementationsSpec):
                 self.configured(implementation, checkpointing=self.checkpointing),
             )
             case = case_type.of(self, machine, place, dtype=self.precision, model=model, **own)
-            needed = case.predicted_bytes()
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"
-            skip = fit.does_not_fit(needed, self, machine, advice)
-            label = f"{implementation} {pass_} S={seq_len}"
-            points.append(Point(self.kind, label, case, case.axes(), needed, skip))
+            points.append(case.point(self, machine, f"{implementation} {pass_} S={seq_len}", advice))
         return points
 
 

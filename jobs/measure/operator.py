@@ -31,7 +31,7 @@ from jobs.specs.fields import (
     Passes,
     Unique,
 )
-from jobs.specs.fit import does_not_fit, refuse_unusable
+from jobs.specs.fit import refuse_unusable
 from jobs.specs.model import ModelledSpec
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
@@ -167,15 +167,12 @@ class Sweep:
         refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, DENSE_KERNELS)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
-            case = self.case_of(*coordinates)
-            needed = case.predicted_bytes()
-            skip = does_not_fit(needed, self.spec, self.machine, "shorten lengths or use chunked")
-            points.append(self.point(case, estimate_bytes=needed, skip_reason=skip))
+            points.append(self.point(self.case_of(*coordinates)))
         return points
 
-    def point(self, case: OperatorCase, **fields: Any) -> Point:
+    def point(self, case: OperatorCase) -> Point:
         label = f"{self.layout}{case.implementation} {case.pass_} S={case.seq_len}"
-        return Point(self.spec.kind, label, case, case.axes(), **fields)
+        return case.point(self.spec, self.machine, label, "shorten lengths or use chunked")
 
     def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> OperatorCase:
         """The case at these coordinates; `own` are fields of the kind's."""

@@ -113,9 +113,8 @@ class TrainingCase(ModelCase):
         kept = (layout.ranks > 1 and layout.parallel == "ddp") + (layout.accumulation > 1)
         return estimate.total + kept * estimate.parameters
 
-    def least_bytes(self, ranks: int = 1) -> int | None:
-        """Memory without which so many ranks cannot train; None if it is unknown."""
-        needed = self.predicted_bytes()
+    def least_bytes(self) -> int | None:
+        needed, ranks = self.predicted_bytes(), 1 if self.device == "cuda" else self.layout.ranks  # that share a memory
         return None if needed is None else int(ranks * needed * (_COMPILED if self.compile else 1))
 
 
