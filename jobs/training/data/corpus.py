@@ -78,11 +78,7 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
     """Bytes to learn from and held-out ones, uint8 [bytes] each, and what is said of them.
 
     Of all files below `path`, or the one file there, or Python's standard library if it is None; each ends with a zero
-    byte. Files are held out by their contents alone, so that copies of a file are on the same side, also one that is
-    cut at the limit; of fewer than FEW files the end of each is.
-
-    Raises:
-        DataError: a part is too short for `seq_len`.
+    byte. Raises DataError: a part is too short for `seq_len`.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     train, heldout = bytearray(), bytearray()
@@ -94,14 +90,9 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
             stream.seek(0)
             digest = hashlib.file_digest(stream, "sha256")  # of the whole file
         digest.update(b"\0")
-        if len(files) < FEW:
-            split = int(len(content) * (1 - share))
-            train += content[:split]
-            heldout += content[split:]
-        elif is_heldout(digest.digest(), share):
-            heldout += content
-        else:
-            train += content
+        start = heldout_at(content, digest.digest(), share, len(files) < FEW)
+        train += content[:start]
+        heldout += content[start:]
         read, count = read + len(content), count + 1
         if read >= _MOST_BYTES:
             break
@@ -121,11 +112,11 @@ def held_out(spec: DataSpec, seq_len: int) -> str:
     if spec.tokenized:
         few = spec.path is not None and few_texts(spec.path)
         return f"{share} each file, its end" if few else f"{share} the documents, by their contents"
-    _, _, about = split_bytes(spec.path, spec.heldout, seq_len)
+    train, heldout, about = split_bytes(spec.path, spec.heldout, seq_len)
     files = about["files"]
     how = "the end of the file" if files == 1 else f"the end of each of {files} files"
     how = how if files < FEW else "whole files, by their contents"
-    return f"{about['heldout_bytes']:,} of {about['train_bytes'] + about['heldout_bytes']:,} bytes: {how}"
+    return f"{len(heldout):,} of {len(train) + len(heldout):,} bytes: {how}"
 
 
 def few_texts(path: Path) -> bool:
@@ -134,9 +125,15 @@ def few_texts(path: Path) -> bool:
     return len(files) < FEW and all(Path(file.name.removesuffix(".gz")).suffix == ".txt" for file in files)
 
 
-def is_heldout(sha256: bytes, share: float) -> bool:
-    """Whether text is held out: the digest of all of it decides, so that copies of it are on the same side."""
-    return int.from_bytes(sha256[:4], "big") < share * 2**32
+def heldout_at(text: str | bytes, sha256: bytes, share: float, few: bool) -> int:
+    """Where the held-out part of a text begins; what comes before is learned.
+
+    Of few texts the end of each is, else whole ones: the digest of all of it decides, so that copies of a text are on
+    the same side, also one that was cut at a limit.
+    """
+    if few:
+        return int(len(text) * (1 - share))
+    return 0 if int.from_bytes(sha256[:4], "big") < share * 2**32 else len(text)
 
 
 def files_below(root: Path, pattern: str) -> list[Path]:

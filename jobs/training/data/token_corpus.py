@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat
-from jobs.training.data.corpus import Batches, Corpus, DataError, few_texts, files_below, is_heldout, spread_windows
+from jobs.training.data.corpus import Batches, Corpus, DataError, few_texts, files_below, heldout_at, spread_windows
 from jobs.training.data.spec import TOKENIZER_FIX, DataSpec, missing_extra, tokenizer_file
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
@@ -92,8 +92,8 @@ class TokenBatches(Batches):
     def _documents(self) -> Iterator[str]:
         """Texts without the held-out part, from the dataset's position on, without end."""
         while True:
-            for text, held in read(self._dataset, self._spec):
-                if text and not held:
+            for text, _ in read(self._dataset, self._spec):
+                if text:
                     self.about["documents"] += 1
                     self._position = self._dataset.state_dict()
                     yield text
@@ -156,15 +156,14 @@ def shuffled(dataset: Any, seed: int) -> Any:
 
 def heldout_texts(dataset: Any, spec: DataSpec, beat: Beat) -> Iterator[str]:
     """Texts that training never sees, once, in the dataset's own order; `beat` is told of all that are read."""
-    for number, (text, held) in enumerate(read(dataset, spec)):
+    for number, (_, text) in enumerate(read(dataset, spec)):
         beat("corpus", number)
-        if text and held:
+        if text:
             yield text
 
 
-def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, bool]]:
-    """Each document's text, and whether it is held out, by content; "" for one without text. Of few files, each a
-    document, both parts."""
+def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, str]]:
+    """The part of each document to learn from, and the held-out one; only few files, each a document, have both."""
     field, few = spec.text_field, spec.path is not None and few_texts(spec.path)
     with _reading(spec):
         for document in dataset:
@@ -175,11 +174,8 @@ def read(dataset: Any, spec: DataSpec) -> Iterator[tuple[str, bool]]:
             if not isinstance(text, str):
                 kind = type(text).__name__
                 raise DataError(f"data.text_field: {field!r}: is {kind} in a document; name a field of text")
-            if few:
-                split = int(len(text) * (1 - spec.heldout))
-                yield from ((text[:split], False), (text[split:], True))
-                continue
-            yield text, is_heldout(hashlib.sha256(text.encode()).digest(), spec.heldout)
+            start = heldout_at(text, hashlib.sha256(text.encode()).digest(), spec.heldout, few)
+            yield text[:start], text[start:]
 
 
 @contextmanager
