@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,7 +122,6 @@ class Case(PassCase):
     hang_in_layer: int | None = None  # its backward pass never ends, for a drill
     timing: TimingSpec | None = None  # of the pass without the watch; None: a search times nothing
     search: str | None = None  # label of the search that tries this size
-    answer: Mapping[str, float] | None = None  # metrics of a conclusion, which is not measured
 
 
 class Spec(JobSpec):
@@ -204,9 +203,8 @@ class Spec(JobSpec):
                 found.append(self._point(machine, variant, name, *untried.args))
                 continue
             point = self._point(machine, variant, name, max(known))
-            case = Case.model_validate({**point.config, "answer": {metric.name: metric.value for metric in metrics}})
             axes = replace(point.axes, seq_len=None, layers=None)
-            found.append(Point("backward", search, case, axes, conclusion=Conclusion(metrics, sentence)))
+            found.append(Point("backward", search, point.case, axes, conclusion=Conclusion(metrics, sentence)))
         return found
 
     def _point(self, machine: Machine, variant: Variant, name: str, size: Size) -> Point:

@@ -46,7 +46,6 @@ class Case(PassCase):
     """A few steps at one length."""
 
     limit_bytes: int  # memory that they may use
-    answer: Mapping[str, float] | None = None  # metrics of a conclusion, which is not measured
 
 
 class Spec(ImplementationsSpec):
@@ -109,9 +108,8 @@ class Spec(ImplementationsSpec):
             )
         if fit:
             metrics.append(Metric.of(LONGEST_PREDICTED, lengths[fit - 1], method="nsa_core.memory"))
-        case = shortest.model_copy(update={"answer": {metric.name: metric.value for metric in metrics}})
-        conclusion = Conclusion(tuple(metrics), warning)
-        return Point(self.kind, label, case, case.axes(seq_len=None, more=more), conclusion=conclusion)
+        axes, conclusion = shortest.axes(seq_len=None, more=more), Conclusion(tuple(metrics), warning)
+        return Point(self.kind, label, shortest, axes, conclusion=conclusion)
 
     def _answer(
         self, lengths: Sequence[int], guess: int, tried: Mapping[int, EndedPoint]

@@ -77,6 +77,8 @@ class Point:
         """Key for resuming, 16 hex digits; equal for the same configuration, code and environment."""
         where = [machine.device, machine.name, dict(machine.fingerprint), dict(self.env), self.python]
         material = [self.kind, self.config, code_hash, *where]
+        if self.conclusion is not None:  # it follows from others, not from its case
+            material.append([[metric.name, metric.value] for metric in self.conclusion.metrics])
         return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:16]
 
 
