@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
@@ -132,17 +133,11 @@ class ModelCase(Case):
         fields = {"implementation", "workload", "pass_", "seq_len", "batch", "dtype", "device"}
         common: dict[str, Any] = self.model_dump(include=fields) | self.shape.model_dump()
         common["layers"] = self.model.layers if self.workload == "model" else None
-        if sizes := self._own_sizes():
-            own["more"] = {**own.get("more", {}), MODEL.name: sizes}
+        sizes = attrgetter(*self.SIZES, "heads", "kv_heads", "head_dim")
+        if self.workload == "model" and sizes(self.model) not in map(sizes, MODELS.values()):  # no preset
+            text = ", ".join(f"{name} {getattr(self.model, name)}" for name in self.SIZES)
+            own["more"] = {**own.get("more", {}), MODEL.name: text}
         return Axes(**common | own)
-
-    def _own_sizes(self) -> str | None:
-        """The sizes of a model that is no preset; None of a preset, and of attention alone."""
-        names = (*self.SIZES, "heads", "kv_heads", "head_dim")
-        presets = [[getattr(preset, name) for name in names] for preset in MODELS.values()]
-        if self.workload == "attention" or [getattr(self.model, name) for name in names] in presets:
-            return None
-        return ", ".join(f"{name} {getattr(self.model, name)}" for name in self.SIZES)
 
 
 def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **sizes: Any) -> ModelConfig:

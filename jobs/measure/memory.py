@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -42,20 +42,14 @@ class Peak:
         return [Metric.of(quantity, size / 2**20, method=self.method) for quantity, size in found]
 
 
-class GraphMemory(NamedTuple):
-    """Bytes of the memory that CUDA graphs were captured in, which stays theirs."""
-
-    held: int
-    idle: int  # the part that the allocator counts as free, though every replay writes to it
-
-
-def graph_memory(device: torch.device) -> GraphMemory:
-    """Memory of the CUDA graphs of this process on `device`."""
+def graph_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the memory that this process's CUDA graphs were captured in, which stays theirs; and of the part that
+    the allocator counts as free, though every replay writes to it."""
     index = torch.cuda.current_device() if device.index is None else device.index
     here = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     segments = [segment for segment in here if tuple(segment["segment_pool_id"]) != (0, 0)]
     held = sum(segment["total_size"] for segment in segments)
-    return GraphMemory(held, held - sum(segment["allocated_size"] for segment in segments))
+    return held, held - sum(segment["allocated_size"] for segment in segments)
 
 
 def measure_held(call: Callable[[], object], device: torch.device, resident: int) -> int:
@@ -85,7 +79,7 @@ def measure_peak(call: Callable[[], object], device: torch.device, resident: int
     before = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    graphs = graph_memory(device).idle if cuda_graphs else 0
+    graphs = graph_memory(device)[1] if cuda_graphs else 0
     allocated = torch.cuda.max_memory_allocated(device) + graphs
     free, total = torch.cuda.mem_get_info(device)
     files = {"memory_summary.txt": torch.cuda.memory_summary(device)}

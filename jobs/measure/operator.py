@@ -18,19 +18,7 @@ from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
-from jobs.specs.fields import (
-    DENSE_KERNELS,
-    MOST,
-    NSA,
-    BareNSA,
-    Batch,
-    DType,
-    HeadsSpec,
-    Large,
-    Lengths,
-    Passes,
-    Unique,
-)
+from jobs.specs import fields
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.model import ModelledSpec
 from jobs.specs.spec import JobSpec
@@ -120,8 +108,8 @@ def estimate_error(estimate: MemoryEstimate, measured: Measurement) -> Metric:
 class SweepSpec(JobSpec):
     """Lengths of the operator, or of a model around it, in one dtype."""
 
-    lengths: Lengths
-    dtype: DType = "float32"
+    lengths: fields.Lengths
+    dtype: fields.DType = "float32"
     timing: TimingSpec = TimingSpec()
 
 
@@ -131,9 +119,9 @@ class WorkloadSpec(ModelledSpec, SweepSpec):
     workload: Literal["attention", "model"] = Field(
         default="attention", description="attention alone, or a whole model"
     )
-    batch: Batch = 1
-    shape: HeadsSpec | None = None
-    nsa: NSA | None = Field(default=None, description="None: the model's, or the defaults")
+    batch: fields.Batch = 1
+    shape: fields.HeadsSpec | None = None
+    nsa: fields.NSA | None = Field(default=None, description="None: the model's, or the defaults")
 
     @model_validator(mode="after")
     def _check_workload(self) -> Self:
@@ -164,7 +152,7 @@ class Sweep:
 
     def points(self, lengths: Sequence[int], passes: Sequence[str], implementations: Sequence[str]) -> list[Point]:
         """Points for every combination, shortest lengths first: an interrupted sweep is complete up to some length."""
-        refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, DENSE_KERNELS)
+        refuse_unusable(implementations, self.machine, self.spec.dtype, self.model, fields.DENSE_KERNELS)
         points = []
         for coordinates in product(sorted(lengths), passes, implementations):
             points.append(self.point(self.case_of(*coordinates)))
@@ -176,7 +164,7 @@ class Sweep:
 
     def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> OperatorCase:
         """The case at these coordinates; `own` are fields of the kind's."""
-        model, dense = self.model, implementation in DENSE_KERNELS
+        model, dense = self.model, implementation in fields.DENSE_KERNELS
         if self.workload == "attention":
             nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
             model = bare_model(model.heads, model.kv_heads, model.head_dim, nsa=nsa)
@@ -191,19 +179,21 @@ class Sweep:
 class LayoutsSpec(SweepSpec):
     """Head layouts x lengths x passes of the operator, at a fixed number of tokens."""
 
-    shapes: Annotated[list[HeadsSpec], Field(min_length=1), Unique]
-    tokens: Large = Field(default=32768, description="of a call, as sequences of each length; one sequence beyond")
-    passes: Passes = Field(default=["forward", "forward+backward"])
-    dtype: DType = "bfloat16"
-    nsa: BareNSA | None = Field(default=None, description="None: the defaults")
+    shapes: Annotated[list[fields.HeadsSpec], Field(min_length=1), fields.Unique]
+    tokens: fields.Large = Field(
+        default=32768, description="of a call, as sequences of each length; one sequence beyond"
+    )
+    passes: fields.Passes = Field(default=["forward", "forward+backward"])
+    dtype: fields.DType = "bfloat16"
+    nsa: fields.BareNSA | None = Field(default=None, description="None: the defaults")
 
     @model_validator(mode="after")
     def _check_whole_batches(self) -> Self:
         for length in self.lengths:
             if length < self.tokens and self.tokens % length:
                 raise ValueError(f"lengths: {length}: use a divisor of tokens = {self.tokens}, or a length beyond it")
-            if self.tokens // length > MOST:
-                raise ValueError(f"tokens: {self.tokens}: use at most {MOST * length}, {MOST:,} sequences of {length}")
+            if self.tokens // length > (most := fields.MOST):
+                raise ValueError(f"tokens: {self.tokens}: use at most {most * length}, {most:,} sequences of {length}")
         return self
 
     def sweeps(self, machine: Machine, case: type[OperatorCase]) -> list[tuple[int, Sweep]]:

@@ -28,23 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.process import compiler_cache, post_mortem, temporary
-from jobs.process.messages import (
-    Beat,
-    Command,
-    Event,
-    Explain,
-    Explanation,
-    Failure,
-    File,
-    Inbox,
-    Measured,
-    Message,
-    Outbox,
-    ProbedMachine,
-    decode,
-    encode,
-)
+from jobs.process import compiler_cache, messages, post_mortem, temporary
 from jobs.process.post_mortem import describe_exit, oom_kills, tail
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import STARTING, WAITING, Interrupted
@@ -104,21 +88,19 @@ class Child:
             raise
         finally:
             os.close(writing)
-        self.inbox = Inbox(reading)  # its events
+        self.inbox = messages.Inbox(reading)  # its events
         self.pid = self._process.pid
 
-    def send(self, command: Command) -> None:
+    def send(self, command: messages.Command) -> None:
         """Send a command. Ignored if the process has died; see `alive`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(encode(command))
+            self._process.stdin.write(messages.encode(command))
             self._process.stdin.flush()
 
     def alive(self) -> bool:
         """False once the process has ended. Does not reap it: its process group's number stays taken."""
-        if self._process.returncode is not None:
-            return False
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return self._process.returncode is None and post_mortem.child_runs(self.pid)
 
     def tree(self) -> list[psutil.Process]:
         """The process and its descendants, those included whose parents have ended; empty once it is gone."""
@@ -128,14 +110,14 @@ class Child:
         except psutil.NoSuchProcess:
             return []
 
-    def new_output(self) -> list[File]:
+    def new_output(self) -> list[messages.File]:
         """Output since the last call, as stdout.txt and stderr.txt; empty ones are left out."""
         files = []
         for name, offset in self._offsets.items():
             path = self.folder / name
             self._offsets[name] = size = path.stat().st_size
             if size > offset:
-                files.append(File(f"{name}.txt", str(path), start=offset, stop=size))
+                files.append(messages.File(f"{name}.txt", str(path), start=offset, stop=size))
         return files
 
     def tail(self, lines: int = 200) -> str:
@@ -204,8 +186,8 @@ class Ended:
 
     state: PointState
     reason: str | None = None  # why it is not ok, in one line
-    result: Measured | ProbedMachine | None = None  # None unless it is ok
-    files: tuple[File, ...] = ()  # of the result, or of what explains a failure
+    result: messages.Measured | messages.ProbedMachine | None = None  # None unless it is ok
+    files: tuple[messages.File, ...] = ()  # of the result, or of what explains a failure
 
 
 @dataclass
@@ -222,22 +204,22 @@ class DeadlineWatch:
     _kills: int = field(default_factory=lambda: oom_kills())
     _low_memory: bool = False
 
-    def step(self) -> tuple[list[Message], Ended | None]:
+    def step(self) -> tuple[list[messages.Message], Ended | None]:
         """New events, and the end once there is one; waits POLL_S at most."""
         alive = self.child.alive()  # asked before reading: events of a process that dies now are still read
         events = self.child.inbox.receive(POLL_S if alive else 0)
         for number, event in enumerate(events):
             match event:
-                case Beat(phase=phase):
+                case messages.Beat(phase=phase):
                     now = time.monotonic()
                     if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
                         self._start += now - self._last_beat  # the point's deadline does not run
                     self._last_beat, self.phase = now, phase
-                case Measured(files=files):
+                case messages.Measured(files=files):
                     return events[:number], Ended(PointState.OK, None, event, files)
-                case ProbedMachine():
+                case messages.ProbedMachine():
                     return events[:number], Ended(PointState.OK, None, event)
-                case Failure(state, reason, files):
+                case messages.Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
             memory = psutil.virtual_memory()
@@ -264,7 +246,7 @@ class DeadlineWatch:
         return None
 
 
-class Channel(Outbox):
+class Channel(messages.Outbox):
     """The pipe to the parent."""
 
     # Files that explain the running work, text by name; called by the thread that reads commands.
@@ -277,10 +259,10 @@ def main(argv: list[str]) -> None:
     end_with_parent()
     _end_group_with_this()
     post_mortem.offer_stacks()  # for where py-spy may not attach
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[messages.Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(commands, channel), name="commands", daemon=True).start()
     module, _, name = argv[2].partition(":")
-    answer: Callable[[Command, Channel], Event] = getattr(importlib.import_module(module), name)
+    answer: Callable[[messages.Command, Channel], messages.Event] = getattr(importlib.import_module(module), name)
     while True:
         command = commands.get()
         try:
@@ -318,26 +300,26 @@ def _end_group_with_this() -> None:
     os.register_at_fork(after_in_child=lambda: os.close(writing))
 
 
-def _read(commands: queue.SimpleQueue[Command], channel: Channel) -> None:
+def _read(commands: queue.SimpleQueue[messages.Command], channel: Channel) -> None:
     """Queue the parent's commands, from a descriptor that subprocesses do not inherit; end at their end."""
     source = os.fdopen(os.dup(0), "rb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     for line in source:
-        command = decode(line)
-        if not isinstance(command, Explain):
+        command = messages.decode(line)
+        if not isinstance(command, messages.Explain):
             commands.put(command)  # pyright: ignore[reportArgumentType] - a parent sends nothing else
             continue
         try:
             files = channel.explain()
         except Exception as err:
             files = {"stacks-of-ranks.txt": f"not found: {type(err).__name__}: {err}"}
-        channel.send(Explanation(write_files(files)))
+        channel.send(messages.Explanation(write_files(files)))
     os._exit(1)
 
 
-def failure(err: Exception) -> Failure:
+def failure(err: Exception) -> messages.Failure:
     """An exception as a Failure: its traceback and CUDA's memory are files."""
     state = PointState.OOM if ran_out_of_memory(err) else PointState.ERROR
     state = PointState.CANCELLED if isinstance(err, Interrupted) else state
@@ -352,35 +334,32 @@ def failure(err: Exception) -> Failure:
         if torch is not None and torch.cuda.is_initialized():
             files["memory_summary.txt"] = torch.cuda.memory_summary()
             files["memory_stats.json"] = json.dumps(torch.cuda.memory_stats(), indent=1)
-    return Failure(state, reason, write_files(files))
+    return messages.Failure(state, reason, write_files(files))
 
 
 def ran_out_of_memory(err: BaseException) -> bool:
     """Whether an exception, or one in its chain of causes, means that memory ran out."""
-    cause: BaseException | None = err
-    while cause is not None:
-        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":  # PyTorch's on a GPU
-            return True
-        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY):
-            return True
-        cause = cause.__cause__
-    return False
+    if isinstance(err, MemoryError) or type(err).__name__ == "OutOfMemoryError":  # PyTorch's on a GPU
+        return True
+    if isinstance(err, RuntimeError) and any(text in str(err) for text in _OUT_OF_MEMORY):
+        return True
+    return err.__cause__ is not None and ran_out_of_memory(err.__cause__)
 
 
-def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]:
+def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[messages.File, ...]:
     """Files for the parent to keep; texts are written to temporary ones, under names made here."""
-    written: list[File] = []
+    written: list[messages.File] = []
     for name, content in files.items():
         if isinstance(content, os.PathLike):
-            written.append(File(name, os.path.abspath(os.fsdecode(content))))
+            written.append(messages.File(name, os.path.abspath(os.fsdecode(content))))
             continue
         try:
             handle, path = tempfile.mkstemp(prefix="file-")
             with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
                 out.write(content)
-            written.append(File(name, path))
+            written.append(messages.File(name, path))
         except OSError as err:
-            written.append(File(name, "", f"its text could not be written: {err}"))
+            written.append(messages.File(name, "", f"its text could not be written: {err}"))
     return tuple(written)
 
 

@@ -52,10 +52,8 @@ def _usable(folder: Path) -> bool:
 
 def lost_file(err: BaseException) -> str | None:
     """Fix for an exception of a cache on a network file system; None for any other."""
-    cause: BaseException | None = err
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.EBUSY, errno.ESTALE):
-            caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
-            return f"{cause}: hosts share a folder of a network file system; if {caches} is on one, unset it"
-        cause = cause.__cause__ or cause.__context__
-    return None
+    if isinstance(err, OSError) and err.errno in (errno.EBUSY, errno.ESTALE):
+        caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+        return f"{err}: hosts share a folder of a network file system; if {caches} is on one, unset it"
+    cause = err.__cause__ or err.__context__
+    return None if cause is None else lost_file(cause)

@@ -51,6 +51,14 @@ def describe_exit(code: int | None) -> str:
         return f"killed by signal {-code}"
 
 
+def child_runs(pid: int) -> bool:
+    """Whether this child of this process runs; does not reap it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # reaped by another
+        return False
+
+
 def oom_kills() -> int:
     """A number that rises with every OOM kill by the kernel of this host, by its own limit or a control group's."""
     with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from jobs.measure.check import WrongResult
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Beat as RankBeat
 from jobs.process.messages import Inbox, Message, Note, RankFailure, RankProcess, Samples, Warned
-from jobs.process.post_mortem import describe_exit, oom_kills, tail
+from jobs.process.post_mortem import child_runs, describe_exit, oom_kills, tail
 from jobs.process.reporter import CHECKPOINT
 from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Rank, RanksEnded, Surroundings, reporter
 from jobs.training.case import TextCase
@@ -275,7 +275,7 @@ class _Processes(threading.Thread):
     def run(self) -> None:
         while not self._closing.is_set():
             self._read(_POLL_S)
-            now, running = time.monotonic(), [number for number, pid in sorted(self._pids.items()) if _runs(pid)]
+            now, running = time.monotonic(), [number for number, pid in sorted(self._pids.items()) if child_runs(pid)]
             gone = self._working - self.killed - {*running, *self.gone}
             if gone:
                 self.gone += gone
@@ -313,11 +313,3 @@ class _Processes(threading.Thread):
                     self._failed_at = min(self._failed_at, time.monotonic())
             self._note(message)
         return messages
-
-
-def _runs(pid: int) -> bool:
-    """Whether this child runs; does not reap it."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # reaped by the launcher
-        return False

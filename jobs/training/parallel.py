@@ -99,7 +99,7 @@ class ParallelModel:
         """Raise Ineffective if the model that was trained did not do what was asked for."""
         if self.model.config.checkpointing and not self.model.checkpointing_effective:
             raise Ineffective("checkpointing: it was asked for, and the model did not do it")
-        if self._cuda_graphs and not graph_memory(self._device).held:
+        if self._cuda_graphs and not graph_memory(self._device)[0]:
             raise Ineffective("cuda_graphs: they were asked for, and PyTorch captured none; the log has its reasons")
 
     def gathering(self, last: bool) -> AbstractContextManager[object]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from trainings import small, trains_alike
 from travelling import CPU, travelled, values_of
 
-from jobs.measure.memory import GraphMemory
 from jobs.schema.point import Measurement
 from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
@@ -96,10 +95,10 @@ def test_cuda_graphs_that_were_not_captured_are_an_error(monkeypatch: pytest.Mon
     parallel = ParallelModel(model, Layout(1), torch.device("cpu"), compiled=True, cuda_graphs=True)
     options = {"deterministic": True, "triton.cudagraphs": True}  # torch's mode "reduce-overhead", and repeated bits
     assert asked == [{"fullgraph": True, "dynamic": False, "options": options}]
-    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=0, idle=0))
+    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: (0, 0))
     with pytest.raises(Ineffective, match="cuda_graphs"):
         parallel.check_effective()
-    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: GraphMemory(held=2, idle=1))
+    monkeypatch.setattr(parallel_model, "graph_memory", lambda device: (2, 1))
     parallel.check_effective()
 
 
