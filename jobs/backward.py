@@ -120,7 +120,6 @@ class Case(PassCase):
     repeats: int
     anomaly: bool
     hang_in_layer: int | None = None  # its backward pass never ends, for a drill
-    timing: TimingSpec | None = None  # of the pass without the watch; None: a search times nothing
     search: str | None = None  # label of the search that tries this size
 
 
@@ -250,7 +249,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
         watch = LayerWatch([*call.model.blocks], call.device, beat, folder, case.hang_in_layer)
         files.update(watch.run(call.forward, call.backward))
 
-    how: dict[str, Any] = {"first_run": watched, "timing": case.timing, "memory": case.search is None}
+    how: dict[str, Any] = {"first_run": watched, "memory": case.search is None}
     with torch.autograd.set_detect_anomaly(case.anomaly):
         call, measured = measure_call(case, lambda: repeated_pass(case), beat, **how)
     if {*case.model.branches} != set(measured.route) - {"select"}:

@@ -59,7 +59,7 @@ class Spec(LayoutsSpec):
             case = point.case
             assert isinstance(case, Case)
             if case.implementation == "triton" and case.pass_ == max(self.passes, key=len):  # its launches name stages
-                profiled = case.model_copy(update={"profiles": self.profiles})
+                profiled = case.model_copy(update={"profiles": self.profiles, "timing": None})
                 staged.append(replace(point, label=f"{point.label} stages", case=profiled))
         return timed + staged
 

@@ -22,7 +22,6 @@ from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPU
 from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Unique, computes
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
-from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
@@ -63,8 +62,7 @@ class Spec(SweepSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the grid, shortest lengths first, but for branches that a backend does not compute."""
-        heads = self.shape
-        model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
+        model = bare_model(self.shape, self.nsa)
         refuse_unusable(self.backends, machine, self.dtype, model, WINDOW_ALONE, "backends")
         sweep = Sweep(self, machine, Case, model, self.batch)
         points = []
@@ -79,5 +77,5 @@ class Spec(SweepSpec):
 def measure(case: Case, beat: Beat) -> Measurement:
     """Trace a branch, which may run nothing of another one, and measure it. Raises as measure_call."""
     files = {"trace.txt": trace_branch(case, case.branches[0])} if case.branch != ALL else {}
-    _, measured = measure_call(case, case.call, beat, timing=case.timing)
+    _, measured = measure_call(case, case.call, beat)
     return replace(measured, files={**measured.files, **files})

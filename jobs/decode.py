@@ -19,7 +19,6 @@ from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import Agreement, judge, small_case
-from jobs.measure.clock import TimingSpec
 from jobs.measure.operator import WorkloadSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
@@ -45,9 +44,7 @@ QUANTITIES = (TIME, STEP_THROUGHPUT, BYTES_READ, *AGREEMENT, *TELEMETRY)
 
 
 class Case(ModelCase):
-    """One decoding step at one context length; `timing` limits the time measurement."""
-
-    timing: TimingSpec
+    """One decoding step at one context length."""
 
     @property
     def tokens(self) -> int:  # of a step
@@ -108,13 +105,10 @@ class Spec(WorkloadSpec):
         base, points = self.model_of(self.layers), []
         refuse_unusable(self.implementations, machine, self.dtype, base, (DENSE,))
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
-            dense = implementation == DENSE
-            attention = {"attention": DENSE} if dense else {"backend": implementation}
-            if self.workload == "model":
-                model = replace(base, **attention)
-            else:
-                nsa = NSAConfig() if dense else base.nsa  # dense attention has none, so it may not change the key
-                model = bare_model(base.heads, base.kv_heads, base.head_dim, base.layers, nsa=nsa, **attention)
+            dense, model = implementation == DENSE, base
+            if self.workload == "attention":  # sizes of NSA may not change the key of dense attention
+                model = bare_model(HeadsSpec.of(base), None if dense else base.nsa, base.layers)
+            model = model.under(implementation)
             own = {"workload": self.workload, "dtype": self.dtype, "timing": self.timing, "model": model}
             case = Case.of(self, machine, (implementation, "decode", seq_len, self.batch), **own)
             # Caches hold a key and a value for each token, layer and kv head; NSA's also the compressed ones.
@@ -151,7 +145,6 @@ def measure(case: Case, beat: Beat) -> Measurement:
         case,
         lambda: steps_of(case, beat),
         beat,
-        timing=case.timing,
         throughput=STEP_THROUGHPUT,
         graphed=lambda route: case.device == "cuda" and set(route.values()) == {TRITON},
         memory=False,

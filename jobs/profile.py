@@ -37,10 +37,7 @@ _ROWS = 40  # of a table
 _HISTORY = 200_000  # allocations and releases that a snapshot holds
 
 
-class Case(PassCase):
-    """One pass; `timing` is that of the pass without the profiler."""
-
-    timing: TimingSpec
+Case = PassCase
 
 
 class Spec(PassSpec):
@@ -55,7 +52,7 @@ class Spec(PassSpec):
 
 def measure(case: Case, beat: Beat) -> Measurement:
     """Check the model, time its pass, and profile it once. Raises as measure_call."""
-    call, measured = measure_call(case, lambda: ModelPass(case), beat, timing=case.timing, throughput=None)
+    call, measured = measure_call(case, lambda: ModelPass(case), beat, throughput=None)
     beat("profile")
     profiled = profile_call(call.run, call.device)
     method = "self times of all kernels of one call, by torch.profiler"

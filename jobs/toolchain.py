@@ -78,7 +78,6 @@ class Toolchain:
 class Case(PassCase):
     """A pass under two toolchains; `tolerance.outputs` is given."""
 
-    timing: TimingSpec
     tolerance: ToleranceSpec
     settings: list[str]  # names of the variables that the spec sets
     toolchains: tuple[Toolchain, Toolchain] = (Toolchain(), Toolchain())
@@ -219,7 +218,7 @@ def answer(command: MeasurePoint, channel: Channel) -> Measured:
 
     beat = ProcessReporter(channel.send)
     try:
-        _, measured = measure_call(case, made, beat, first_run=first_run, timing=case.timing, throughput=None)
+        _, measured = measure_call(case, made, beat, first_run=first_run, throughput=None)
     except Exception:
         traceback.print_exc()  # which the point prints, too
         raise

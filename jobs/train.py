@@ -140,11 +140,8 @@ class TrainingSpec(ModelledSpec):
             raise SpecError(str(err)) from None
 
     def points(self, machine: Machine) -> Sequence[Point]:
-        """One point for each kind of attention.
-
-        Raises:
-            SpecError: the backend is unknown or cannot run on this machine, or the vocabulary cannot be told here.
-        """
+        """One point for each kind of attention. Raises SpecError: the backend is unknown or cannot run on this machine,
+        or the vocabulary cannot be told here."""
         model = self.base
         heads = Heads(model.head_dim, model.heads // model.kv_heads)
         reasons = backend_reasons(machine, getattr(torch, self.precision), heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -80,6 +80,12 @@ class ModelConfig:
         object.__setattr__(self, "branches", check_branches(self.branches, self.nsa))
         if self.attention == "dense" and self.branches != BRANCHES:
             raise InputError("branches", self.branches, 'leave it out with attention="dense": it has none')
+
+    def under(self, implementation: str) -> ModelConfig:
+        """The same model with dense attention, or with NSA by the backend of this name."""
+        if implementation == "dense":
+            return replace(self, attention="dense", backend="auto")
+        return replace(self, attention="nsa", backend=implementation)
 
 
 # For bytes as tokens: all branches have work from a few dozen tokens on.

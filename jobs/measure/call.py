@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -24,6 +24,7 @@ from jobs.specs.fields import HeadsSpec
 from jobs.specs.fit import does_not_fit
 from jobs.specs.model import MODELS
 from jobs.specs.spec import JobSpec
+from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model, predicts
 from nsa_core.model import ModelConfig
@@ -48,6 +49,7 @@ class ModelCase(Case):
     device: Device
     seed: int
     threads: int | None  # of PyTorch on the CPU; None: its default
+    timing: TimingSpec | None = None  # limits of the time measurement; None: it is not timed
     model: ModelConfig  # for workload attention a bare one, so that the key has only what is measured
 
     @classmethod
@@ -74,8 +76,7 @@ class ModelCase(Case):
 
     @property
     def shape(self) -> HeadsSpec:
-        model = self.model
-        return HeadsSpec(query_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
+        return HeadsSpec.of(self.model)
 
     @property
     def tokens(self) -> int:
@@ -140,9 +141,10 @@ class ModelCase(Case):
         return Axes(**common | own)
 
 
-def bare_model(heads: int, kv_heads: int, head_dim: int, layers: int = 1, **sizes: Any) -> ModelConfig:
-    """A model for measuring its attention alone: everything else has size 1, unless `sizes` has it."""
-    return replace(ModelConfig(1, heads * head_dim, layers, heads, kv_heads, head_dim, ffn_dim=1), **sizes)
+def bare_model(shape: HeadsSpec, nsa: NSAConfig | None, layers: int = 1) -> ModelConfig:
+    """A model for measuring its attention alone: everything else has size 1."""
+    heads, dim = (shape.query_heads, shape.kv_heads, shape.head_dim), shape.query_heads * shape.head_dim
+    return ModelConfig(1, dim, layers, *heads, ffn_dim=1, nsa=nsa or NSAConfig())
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,6 @@ def measure_call(
     beat: Beat,
     *,
     first_run: Callable[[C], object] = lambda call: call.run(),
-    timing: TimingSpec | None = None,
     throughput: Quantity | None = THROUGHPUT,
     graphed: Callable[[Mapping[str, str]], bool] | None = None,
     memory: bool = True,
@@ -177,7 +178,6 @@ def measure_call(
     Args:
         inputs: makes the call, once the check has passed.
         first_run: runs the call for the first time, which tells the route.
-        timing: limits of the time measurement; None: it is not timed.
         throughput: quantity of the tokens per second of a timed call; None: none.
         graphed: whether a route is timed by replays of a CUDA graph; None: all are called eagerly.
         memory: whether to measure the peak of memory.
@@ -197,7 +197,7 @@ def measure_call(
     route = route_of(lambda: first_run(call))
     metrics: list[Metric] = []
     files: dict[str, Any] = {}
-    if timing is not None:
+    if case.timing is not None:
         run, how = call.run, "" if graphed is None else "; eager"
         if graphed is not None and graphed(route):
             graph, how = torch.cuda.CUDAGraph(), "; replays of a CUDA graph"
@@ -205,7 +205,7 @@ def measure_call(
                 call.run()
             run = graph.replay
         hooks = {} if call.rows is None else {"before": call.rows.renew, "after": call.rows.take}
-        timed = measure_time(run, device, timing, beat, **hooks)
+        timed = measure_time(run, device, case.timing, beat, **hooks)
         if call.rows is not None:
             beat("rows")
             metrics += call.rows.judge()

@@ -47,9 +47,7 @@ class ImplementationsSpec(ModelledSpec):
 
     def configured(self, implementation: str, **changes: Any) -> ModelConfig:
         """The model with an implementation's attention, and other changes."""
-        dense = implementation == "dense"
-        attention = {"attention": "dense" if dense else "nsa", "backend": "auto" if dense else implementation}
-        return replace(self.base, **attention, **changes)
+        return replace(self.base.under(implementation), **changes)
 
     def refuse_unusable(self, machine: Machine) -> None:
         """Raise SpecError if an implementation cannot run on the machine."""

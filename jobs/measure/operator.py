@@ -22,7 +22,6 @@ from jobs.specs import fields
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.model import ModelledSpec
 from jobs.specs.spec import JobSpec
-from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate
 from nsa_core.model import ModelConfig
@@ -32,9 +31,7 @@ OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *R
 
 
 class OperatorCase(ModelCase):
-    """The operator or a whole model; `timing` limits the time measurement."""
-
-    timing: TimingSpec
+    """The operator or a whole model."""
 
     def check(self) -> Agreement:
         """Compare the operator and, for workload model, the loss with the oracle. Raises WrongResult."""
@@ -92,7 +89,7 @@ def measure_operator(case: OperatorCase, beat: Beat) -> Measurement:
     if case.workload == "attention" and case.device == "cuda":
         card = torch.cuda.get_device_name(case.torch_device)
         fastest_ms = lowest_ms(case, BF16_PEAKS[card], BANDWIDTHS[card]) if card in BF16_PEAKS else 0.0
-    _, measured = measure_call(case, case.call, beat, timing=case.timing, fastest_ms=fastest_ms)
+    _, measured = measure_call(case, case.call, beat, fastest_ms=fastest_ms)
     if (estimate := case.estimate()) is None:
         return measured
     return replace(measured, metrics=(*measured.metrics, estimate_error(estimate, measured)))
@@ -134,8 +131,7 @@ class WorkloadSpec(ModelledSpec, SweepSpec):
         """The model, or the one whose attention is measured; bare with the shape's heads."""
         if self.shape is None:
             return replace(self.base, layers=layers or self.base.layers)
-        shape = self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim
-        return bare_model(*shape, layers or 1, nsa=self.nsa or NSAConfig())
+        return bare_model(self.shape, self.nsa, layers or 1)
 
 
 @dataclass(frozen=True)
@@ -164,14 +160,10 @@ class Sweep:
 
     def case_of(self, seq_len: int, pass_: str, implementation: str, **own: Any) -> OperatorCase:
         """The case at these coordinates; `own` are fields of the kind's."""
-        model, dense = self.model, implementation in fields.DENSE_KERNELS
+        model = self.model.under(implementation)
         if self.workload == "attention":
-            nsa = NSAConfig() if dense else model.nsa  # dense attention has none, so it may not change the key
-            model = bare_model(model.heads, model.kv_heads, model.head_dim, nsa=nsa)
-        elif dense:
-            model = replace(model, attention="dense", backend="auto")
-        else:
-            model = replace(model, attention="nsa", backend=implementation)
+            dense = implementation in fields.DENSE_KERNELS  # has no sizes of NSA, so they may not change the key
+            model = bare_model(fields.HeadsSpec.of(model), None if dense else model.nsa)
         own |= {"workload": self.workload, "dtype": self.spec.dtype, "timing": self.spec.timing, "model": model}
         return self.case.of(self.spec, self.machine, (implementation, pass_, seq_len, self.batch), **own)
 
@@ -200,7 +192,7 @@ class LayoutsSpec(SweepSpec):
         """Each length with its sweep for each head layout, shortest lengths first."""
         sweeps = []
         for length, heads in product(sorted(self.lengths), self.shapes):
-            model = bare_model(heads.query_heads, heads.kv_heads, heads.head_dim, nsa=self.nsa or NSAConfig())
+            model = bare_model(heads, self.nsa)
             batch, layout = max(1, self.tokens // length), f"{heads.query_heads}/{heads.kv_heads} d{heads.head_dim} "
             sweeps.append((length, Sweep(self, machine, case, model, batch, layout=layout)))
         return sweeps

@@ -12,6 +12,7 @@ from jobs.specs.spec import Strict
 from jobs.specs.validation import each_once
 from nsa_core import NSAConfig
 from nsa_core.backends import BACKENDS, WINDOW_BACKENDS, backend_names, dense
+from nsa_core.model import ModelConfig
 
 DType = Annotated[Literal["float32", "bfloat16", "float16"], Field(description="of the operands")]
 
@@ -110,6 +111,10 @@ class HeadsSpec(Strict):
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim}: use an even number: RoPE turns pairs")
         return self
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> HeadsSpec:
+        return cls(query_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
 
     def __str__(self) -> str:
         return f"{self.query_heads}/{self.kv_heads} heads of {self.head_dim}"

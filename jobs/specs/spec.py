@@ -230,10 +230,7 @@ class JobSpec(Strict):
     @abstractmethod
     def points(self, machine: Machine) -> Sequence[Point]:
         """Points of the job on `machine`, in the order to measure them; with a `skip_reason` if predicted not to fit.
-
-        Raises:
-            SpecError: an implementation cannot run on the machine.
-        """
+        Raises SpecError: an implementation cannot run on the machine."""
 
     def next_points(self, machine: Machine, ended: Sequence[EndedPoint]) -> Sequence[Point]:
         """Points that follow from those that have ended, for a search that a fixed list cannot hold.

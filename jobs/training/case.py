@@ -129,11 +129,8 @@ class TextCase(TrainingCase):
 
 
 def divided(batch: int, ranks: int, micro_batch: int | None) -> tuple[int, int]:
-    """Micro-batch and accumulation of a batch; without a micro-batch each rank takes its part in one pass.
-
-    Raises:
-        ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches that do.
-    """
+    """Micro-batch and accumulation of a batch; without a micro-batch each rank takes its part in one pass. Raises
+    ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches that do."""
     unit = ranks * (micro_batch or 1)
     if batch % unit:
         below, above = batch - batch % unit, batch - batch % unit + unit

@@ -104,9 +104,10 @@ def estimate_model(
     """
     if config.branches != BRANCHES:
         raise InputError("branches", config.branches, "use all three: the memory of some alone is not predicted")
-    dense, threads = implementation == "dense", torch.get_num_threads() if device.type == "cpu" else 0
-    config = replace(config, attention="dense" if dense else "nsa", backend="auto" if dense else implementation)
-    trace = partial(_model, config, dtype, backward, optimizer is not None, device, threads, autocast)
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    trace = partial(
+        _model, config.under(implementation), dtype, backward, optimizer is not None, device, threads, autocast
+    )
     return _along_tokens(trace, implementation, batch, seq_len)
 
 

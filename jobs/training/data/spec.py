@@ -82,10 +82,7 @@ class DataSpec(Strict):
 
     def vocabulary(self) -> int | None:
         """Vocabulary that a model of this text needs: that of the tokenizer, up to a multiple of 64; None for bytes.
-
-        Raises:
-            SpecError: the extra `data` is not installed here, or the tokenizer's files cannot be read.
-        """
+        Raises SpecError: the extra `data` is not installed here, or the tokenizer's files cannot be read."""
         if not self.tokenized:
             return None
         if lacking := [name for name in _PACKAGES if find_spec(name) is None]:
