@@ -36,7 +36,7 @@ from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machi
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
 from jobs.specs import fields
-from jobs.specs.fields import WINDOW_ALONE, Layers, Unique, computes
+from jobs.specs.fields import WINDOW_ALONE, Layers, Several, computes
 from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.model import ModelChoice
 from jobs.specs.nsa_effect import ALL, refuse_idle
@@ -59,17 +59,15 @@ AXES = (
 class CaseSpec(ModelChoice):
     """Sizes of a model and its variants: every combination."""
 
-    layers: Annotated[list[Layers], Field(min_length=1), Unique] | None = Field(
-        default=None, description="None: the model's"
-    )
+    layers: Several[Layers] | None = Field(default=None, description="None: the model's")
     lengths: fields.Lengths
-    branches: Annotated[list[Literal["all", "cmp", "slc", "win"]], Field(min_length=1), Unique] = Field(
+    branches: Several[Literal["cmp", "slc", "win", "all"]] = Field(
         default=["all"], description="of each layer: all, or one alone; the model has no weights for the others"
     )
-    repeats: Annotated[list[Annotated[int, Field(ge=1, le=2**10)]], Field(min_length=1), Unique] = Field(
+    repeats: Several[Annotated[int, Field(ge=1, le=2**10)]] = Field(
         default=[1], description="times that a layer runs its attention, one after the other"
     )
-    anomaly: Annotated[list[bool], Field(min_length=1), Unique] = Field(
+    anomaly: Several[bool] = Field(
         default=[False], description="PyTorch's anomaly mode, which names the operation that made a NaN"
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
-from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Unique, computes
+from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Several, computes
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core.functional import BRANCHES
@@ -44,7 +44,7 @@ class Spec(SweepSpec):
 
     kind: Literal["branches"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     backends: Backends
-    branches: Annotated[list[Literal["cmp", "slc", "win", "all"]], Field(min_length=1), Unique] = Field(
+    branches: Several[Literal["cmp", "slc", "win", "all"]] = Field(
         default=["cmp", "slc", "win", "all"], description="each by itself; all: the whole operator"
     )
     shape: HeadsSpec

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
 from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
-from jobs.specs.fields import Count, Lengths, Unique
+from jobs.specs.fields import Count, Lengths, Several
 from jobs.specs.fit import does_not_fit
 
 LONGEST = Quantity("longest", "token", "Longest sequence that fits", "longest", Better.HIGHER, Role.HEADLINE)
@@ -53,8 +53,8 @@ class Spec(ImplementationsSpec):
 
     kind: Literal["capacity"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     lengths: Lengths = Field(description="lengths to try; the answer is one of them")
-    batches: Annotated[list[Count], Field(min_length=1), Unique] = Field(default=[1], description="sequences of a step")
-    checkpointing: Annotated[list[bool], Field(min_length=1), Unique] = Field(
+    batches: Several[Count] = Field(default=[1], description="sequences of a step")
+    checkpointing: Several[bool] = Field(
         default=[False, True], description="compute blocks anew in the backward pass, to save memory"
     )
     plan: TrainingPlan | None = Field(default=None, description="a long run, for which slower lengths do not count")
@@ -84,10 +84,8 @@ class Spec(ImplementationsSpec):
         lengths, limit = sorted(self.lengths), machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
-        place, model = (
-            (implementation, "train", lengths[0], batch),
-            self.configured(implementation, checkpointing=checkpointing),
-        )
+        model = self.configured(implementation, checkpointing=checkpointing)
+        place = implementation, "train", lengths[0], batch
         shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit)
         cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]
         estimates = [case.estimate() for case in cases]

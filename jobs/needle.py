@@ -28,7 +28,7 @@ from jobs.measure.model_pass import ImplementationsSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of
-from jobs.specs.fields import Count, Layers, Unique
+from jobs.specs.fields import Count, Layers, Several
 from jobs.training.case import Layout, OptimizerSpec, TrainingCase, check_warm_up
 from jobs.training.data.corpus import Batches, Corpus
 from jobs.training.errors import noting_sigterm
@@ -164,10 +164,8 @@ class Spec(ImplementationsSpec):
     DEFAULT = "tiny"
     RANDOM_TOKENS = False  # a haystack has a vocabulary of its own
     layers: Layers | None = Field(default=None, description="None: the model's")
-    lengths: Annotated[
-        list[Annotated[int, Field(ge=8, le=2**22)]], Field(min_length=1, description="tokens of a sequence"), Unique
-    ]
-    depths: Annotated[list[Depth], Field(min_length=1), Unique] = Field(
+    lengths: Annotated[Several[Annotated[int, Field(ge=8, le=2**22)]], Field(description="tokens of a sequence")]
+    depths: Several[Depth] = Field(
         default=[0, 25, 50, 75, 100], description="places of the needle that is asked for [%]"
     )
     needles: Count = Field(default=1, description="pairs of key and value in a sequence; all are asked for")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
-from jobs.specs.fields import Count, Unique
+from jobs.specs.fields import Count, Several
 from jobs.specs.fit import backend_reasons
 from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
@@ -43,9 +43,7 @@ class TrainingSpec(ModelledSpec):
 
     DEFAULT = "tiny"
     RANDOM_TOKENS = False
-    attention: Annotated[list[Literal["nsa", "dense"]], Field(min_length=1), Unique] = Field(
-        default=["nsa"], description="a training for each"
-    )
+    attention: Several[Literal["nsa", "dense"]] = Field(default=["nsa"], description="a training for each")
     backend: str = Field(default="auto", description="of NSA; dense attention has its own")
     checkpointing: bool = Field(default=False, description="compute blocks anew in the backward pass, to save memory")
     compile: bool = Field(default=False, description="torch.compile the passes, or fail; the first step takes minutes")
@@ -152,23 +150,18 @@ class TrainingSpec(ModelledSpec):
         return [self._point(machine, attention, reasons) for attention in self.attention]
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
-        backend = self.backend
         micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
         exchange = (self.parallel, self.gradient_compression, self.bucket_mb)
-        if backend == "auto" and attention == "nsa":  # resolved here: a point names it even if it runs on another host
-            backend = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
-        model = replace(
-            self.base,
-            vocab_size=self._vocabulary(),
-            attention=attention,
-            backend=backend if attention == "nsa" else "auto",
-            checkpointing=self.checkpointing,
-        )
+        implementation = self.backend if attention == "nsa" else "dense"
+        if implementation == "auto":  # resolved here: a point names it even if it runs on another host
+            implementation = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
+        model = self.base.under(implementation)
+        model = replace(model, vocab_size=self._vocabulary(), checkpointing=self.checkpointing)
         fields = ("steps", "compile", "cuda_graphs", "optimizer", "data", "plan", "checkpoints")
         case = Case.of(
             self,
             machine,
-            ("dense" if attention == "dense" else backend, "train", self.seq_len, self.batch),
+            (implementation, "train", self.seq_len, self.batch),
             ranks=self.ranks,
             dtype=self.precision,
             model=model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -15,7 +15,7 @@ from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
 from jobs.specs import fit
-from jobs.specs.fields import Batch, Lengths, OrDense, Unique
+from jobs.specs.fields import Batch, Lengths, OrDense, Several
 from jobs.specs.model import ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
 from nsa_core.model import ModelConfig, NSATransformer
@@ -57,7 +57,7 @@ class ImplementationsSpec(ModelledSpec):
 class PassSpec(ImplementationsSpec):
     """Lengths x passes x implementations of one model."""
 
-    passes: Annotated[list[Pass], Field(min_length=1), Unique] = Field(
+    passes: Several[Pass] = Field(
         default=["forward", "forward+backward", "train"], description="train: with AdamW's state and step"
     )
     lengths: Lengths
@@ -78,10 +78,8 @@ class PassSpec(ImplementationsSpec):
         self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
-            place, model = (
-                (implementation, pass_, seq_len, self.batch),
-                self.configured(implementation, checkpointing=self.checkpointing),
-            )
+            model = self.configured(implementation, checkpointing=self.checkpointing)
+            place = implementation, pass_, seq_len, self.batch
             case = case_type.of(self, machine, place, dtype=self.precision, model=model, **own)
             saves = case.backward and not self.checkpointing
             advice = "shorten lengths or turn checkpointing on" if saves else "shorten lengths, or lower batch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -51,6 +51,8 @@ def computes(backend: str, branch: str) -> bool:
 NSA = Annotated[NSAConfig, BeforeValidator(_nsa)]
 BareNSA = Annotated[NSA, AfterValidator(_without_a_layer)]  # of an operator that no layer surrounds
 Unique = AfterValidator(each_once)
+T = TypeVar("T")
+Several = Annotated[list[T], Field(min_length=1), Unique]  # each is measured
 
 
 def names_among(what: str, *more: str, known: Callable[[], Iterable[str]] = backend_names) -> AfterValidator:
@@ -76,25 +78,22 @@ Large = Annotated[int, Field(ge=1, le=2**40)]  # steps, or tokens in all
 Pass = Literal["forward", "forward+backward"]
 _OF_NSA = f"of NSA: {', '.join(BACKENDS)}, or one of another distribution"
 Implementations = Annotated[
-    list[str],
-    Field(min_length=1, description=f"{_OF_NSA}; dense attention: {', '.join(DENSE_KERNELS)}"),
-    Unique,
+    Several[str],
+    Field(description=f"{_OF_NSA}; dense attention: {', '.join(DENSE_KERNELS)}"),
     names_among("implementation", *DENSE_KERNELS),
 ]
 Backends = Annotated[
-    list[str],
-    Field(min_length=1, description=f"{_OF_NSA}; of the window alone: {', '.join(WINDOW_ALONE)}"),
-    Unique,
+    Several[str],
+    Field(description=f"{_OF_NSA}; of the window alone: {', '.join(WINDOW_ALONE)}"),
     names_among("implementation", *WINDOW_ALONE),
 ]
 OrDense = Annotated[
-    list[str],
-    Field(min_length=1, description=f"{_OF_NSA}; dense"),
-    Unique,
+    Several[str],
+    Field(description=f"{_OF_NSA}; dense"),
     names_among("implementation", "dense"),
 ]
-Passes = Annotated[list[Pass], Field(min_length=1, description="each is measured"), Unique]
-Lengths = Annotated[list[Length], Field(min_length=1, description="tokens of a sequence"), Unique]
+Passes = Annotated[Several[Pass], Field(description="each is measured")]
+Lengths = Annotated[Several[Length], Field(description="tokens of a sequence")]
 
 
 class HeadsSpec(Strict):
