@@ -84,7 +84,7 @@ class Spec(ImplementationsSpec):
         lengths, limit = sorted(self.lengths), machine.memory_bytes
         if self.memory_gib is not None:
             limit = min(limit, int(self.memory_gib * 2**30))
-        model = self.configured(implementation, checkpointing=checkpointing)
+        model = replace(self.base.under(implementation), checkpointing=checkpointing)
         place = implementation, "train", lengths[0], batch
         shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit)
         cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]

@@ -7,7 +7,7 @@ error: the gates judge it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
 
@@ -20,7 +20,7 @@ from jobs.measure.call import measure_call
 from jobs.measure.memory import tensor_bytes
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
 from jobs.measure.operator import estimate_error
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
+from jobs.schema.point import Beat, Measurement, Metric
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
 from nsa_core.memory import predicts
 
@@ -44,9 +44,6 @@ class Spec(PassSpec):
             if name != "triton" and not predicts(name):  # Triton may be on the GPU host alone
                 raise ValueError(f"implementations: {name!r}: its memory is not predicted; leave it out")
         return self
-
-    def points(self, machine: Machine) -> Sequence[Point]:
-        return self.pass_points(machine, Case)
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

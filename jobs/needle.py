@@ -210,7 +210,7 @@ class Spec(ImplementationsSpec):
         layers, points = self.layers or self.base.layers, []
         for seq_len, implementation in product(sorted(self.lengths), self.implementations):
             batch = self.tokens // seq_len
-            model = self.configured(implementation, vocab_size=task.vocabulary, layers=layers)
+            model = replace(self.base.under(implementation), vocab_size=task.vocabulary, layers=layers)
             own = {name: getattr(self, name) for name in ("steps", "compile", "depths", "questions", "converged_nat")}
             own |= {"optimizer": self.optimizer, "layout": Layout(batch), "task": task, "dtype": self.precision}
             case = Case.of(self, machine, (implementation, "train", seq_len, batch), model=model, **own)

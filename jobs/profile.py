@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.measure.call import measure_call
 from jobs.measure.clock import TimingSpec
 from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
-from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
+from jobs.schema.point import Beat, Measurement, Metric
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from nsa_core.routes import RANGE
 
@@ -45,9 +45,6 @@ class Spec(PassSpec):
 
     kind: Literal["profile"]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen, so narrowing is safe
     timing: TimingSpec = Field(default=TimingSpec(), description="of the pass without the profiler")
-
-    def points(self, machine: Machine) -> Sequence[Point]:
-        return self.pass_points(machine, Case, timing=self.timing)
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

@@ -157,19 +157,10 @@ class TrainingSpec(ModelledSpec):
             implementation = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
         model = self.base.under(implementation)
         model = replace(model, vocab_size=self._vocabulary(), checkpointing=self.checkpointing)
-        fields = ("steps", "compile", "cuda_graphs", "optimizer", "data", "plan", "checkpoints")
-        case = Case.of(
-            self,
-            machine,
-            (implementation, "train", self.seq_len, self.batch),
-            ranks=self.ranks,
-            dtype=self.precision,
-            model=model,
-            layout=Layout(micro_batch, self.ranks, accumulation, *exchange),
-            restarts=self.restarts,
-            **{name: getattr(self, name) for name in fields},
-            **self.case_fields(),
-        )
+        layout = Layout(micro_batch, self.ranks, accumulation, *exchange)
+        own = {name: getattr(self, name) for name in type(self).model_fields.keys() & Case.model_fields.keys()}
+        own |= {"dtype": self.precision, "model": model, "layout": layout, **self.case_fields()}
+        case = Case.of(self, machine, (implementation, "train", self.seq_len, self.batch), ranks=self.ranks, **own)
         ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
         settings = f"{' compiled' if self.compile else ''}{' graphs' if self.cuda_graphs else ''}{ranks}"
         label = f"{attention} {self.model_name} S={self.seq_len}{settings}"
@@ -186,7 +177,7 @@ class TrainingSpec(ModelledSpec):
         return given or needed or self.base.vocab_size
 
     def case_fields(self) -> Mapping[str, Any]:
-        """Fields of the points' case that a kind adds or replaces."""
+        """Fields of the points' case that the spec has under no field of the same name."""
         return {}
 
     @property
@@ -215,9 +206,6 @@ class Spec(TrainingSpec):
                 f"checkpoints.every: {self.checkpoints.every}: is more than the {self.steps} steps; use fewer"
             )
         return self
-
-    def case_fields(self) -> Mapping[str, Any]:
-        return {"probe": self.probe}
 
 
 def measure(case: Case, beat: Beat) -> Measurement:

@@ -62,8 +62,8 @@ class ModelCase(Case):
         """
         threads = max(1, int(spec.resources.num_cpus) // ranks) if machine.device == "cpu" else None
         implementation, pass_, seq_len, batch = place
-        where = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": batch}
-        return cls(**where, device=machine.device, seed=spec.seed, threads=threads, **own)
+        own |= {"implementation": implementation, "pass_": pass_, "seq_len": seq_len, "batch": batch}
+        return cls(**own | {"device": machine.device, "seed": spec.seed, "threads": threads})
 
     @property
     def backward(self) -> bool:
@@ -88,10 +88,6 @@ class ModelCase(Case):
         return getattr(torch, self.dtype)
 
     @property
-    def weights_dtype(self) -> torch.dtype:
-        return torch.float32 if self.AUTOCAST else self.torch_dtype
-
-    @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
@@ -106,9 +102,10 @@ class ModelCase(Case):
         common |= {"seq_len": self.seq_len, "backward": self.backward, "device": self.torch_device}
         if self.workload == "attention":
             return estimate_attention(self.model.nsa, dtype=self.torch_dtype, **self.shape.model_dump(), **common)
-        common["autocast"] = None if self.torch_dtype == self.weights_dtype else self.torch_dtype
+        weights = torch.float32 if self.AUTOCAST else self.torch_dtype
+        common["autocast"] = None if self.torch_dtype == weights else self.torch_dtype
         optimizer = "adamw" if self.pass_ == "train" else None
-        return estimate_model(self.model, dtype=self.weights_dtype, optimizer=optimizer, **common)
+        return estimate_model(self.model, dtype=weights, optimizer=optimizer, **common)
 
     def predicted_bytes(self) -> int | None:
         """Predicted peak memory of a process; None without a prediction."""

@@ -18,7 +18,7 @@ from jobs.specs import fit
 from jobs.specs.fields import Batch, Lengths, OrDense, Several
 from jobs.specs.model import ModelledSpec
 from jobs.specs.nsa_effect import refuse_idle
-from nsa_core.model import ModelConfig, NSATransformer
+from nsa_core.model import NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]
 
@@ -45,10 +45,6 @@ class ImplementationsSpec(ModelledSpec):
         refuse_idle(self, self.own_nsa, self.implementations, self.precision)
         return self
 
-    def configured(self, implementation: str, **changes: Any) -> ModelConfig:
-        """The model with an implementation's attention, and other changes."""
-        return replace(self.base.under(implementation), **changes)
-
     def refuse_unusable(self, machine: Machine) -> None:
         """Raise SpecError if an implementation cannot run on the machine."""
         fit.refuse_unusable(self.implementations, machine, self.precision, self.base, ("dense",))
@@ -73,12 +69,15 @@ class PassSpec(ImplementationsSpec):
             )
         return self
 
+    def points(self, machine: Machine) -> Sequence[Point]:
+        return self.pass_points(machine, PassCase, timing=getattr(self, "timing", None))
+
     def pass_points(self, machine: Machine, case_type: type[PassCase], **own: Any) -> Sequence[Point]:
         """Points of the whole grid, shortest lengths first; `own` are fields that the kind's Case adds."""
         self.refuse_unusable(machine)
         points = []
         for seq_len, pass_, implementation in product(sorted(self.lengths), self.passes, self.implementations):
-            model = self.configured(implementation, checkpointing=self.checkpointing)
+            model = replace(self.base.under(implementation), checkpointing=self.checkpointing)
             place = implementation, pass_, seq_len, self.batch
             case = case_type.of(self, machine, place, dtype=self.precision, model=model, **own)
             saves = case.backward and not self.checkpointing
@@ -95,7 +94,9 @@ class ModelPass:
     def __init__(self, case: ModelCase) -> None:
         torch.manual_seed(case.seed)
         self.case, self.device = case, case.torch_device
-        self.model = NSATransformer(case.model).to(self.device, case.weights_dtype).train(case.backward)
+        weights = torch.float32 if case.AUTOCAST else case.torch_dtype
+        self._precision = torch.autocast(self.device.type, case.torch_dtype, enabled=weights != case.torch_dtype)
+        self.model = NSATransformer(case.model).to(self.device, weights).train(case.backward)
         tokens = torch.randint(case.model.vocab_size, (case.batch, case.seq_len + 1), device=self.device)
         self.inputs = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         self.parameters = list(self.model.parameters())
@@ -116,9 +117,7 @@ class ModelPass:
 
     def forward(self) -> Tensor:
         """Loss of the tokens."""
-        dtype = self.case.torch_dtype
-        autocast = torch.autocast(self.device.type, dtype, enabled=dtype != self.case.weights_dtype)
-        with torch.set_grad_enabled(self.case.backward), autocast:
+        with torch.set_grad_enabled(self.case.backward), self._precision:
             return self.model(*self.inputs)
 
     def backward(self, loss: Tensor) -> None:
