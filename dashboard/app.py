@@ -23,6 +23,7 @@ def main() -> None:
                 st.Page("scaling.py", title="Scaling", icon=":material/show_chart:"),
                 st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),
                 st.Page("runs.py", title="Runs", icon=":material/list_alt:"),
+                st.Page("fleet.py", title="Fleet", icon=":material/memory:"),
             ]
         }
     )

@@ -25,6 +25,7 @@ from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.decisions import Decision, decisions
 from orchestrator.judge.evidence import measured_runs
+from orchestrator.judge.fleet import judge_cards
 from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.judge.verdicts import judge
 from orchestrator.report import charts
@@ -54,6 +55,7 @@ counts = _read(queries.counts)
 quantities = _read(queries.quantities)
 own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
+cards = _read(judge_cards)
 
 
 # A run that is measured adds samples all the time: its charts are drawn again when a point ends, and every 20 seconds.

@@ -58,9 +58,9 @@ def _unpacked_by_ray(folder: Path) -> bool:
     return any(part.startswith("_ray_pkg_") for part in folder.parts)
 
 
-def example_spec() -> str:
-    """The path to type for a first spec: in a checkout, or (`nsa init` writes it) beside an installed package."""
-    return "jobs/configs/demo.yaml" if installation() is Installation.CHECKOUT else "specs/demo.yaml"
+def example_spec(name: str = "demo") -> str:
+    """The path to type for a ready spec: in a checkout, or (`nsa init` writes it) beside an installed package."""
+    return f"{'jobs/configs' if installation() is Installation.CHECKOUT else 'specs'}/{name}.yaml"
 
 
 class SettingsError(UserError):

@@ -1,4 +1,4 @@
-"""Every kind runs by the small spec that has its name; scaling and drill run in tests/e2e."""
+"""Every kind runs by the small spec that has its name; scaling and drill run in tests/e2e, preflight as it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LESS = {  # of specs with many points alike, many steps or long sequences: most 
 
 
 def test_there_is_one_for_each_kind() -> None:
-    assert set(kinds()) == LESS.keys() | {"drill", "scaling"}
+    assert set(kinds()) == LESS.keys() | {"drill", "scaling", "preflight"}
 
 
 @pytest.mark.long

@@ -322,6 +322,26 @@ def runs(
 
 
 @app.command()
+def fleet() -> None:
+    """Which card is ill, by the stored runs of kind preflight, and what to do. Exit 0: all OK or WARN; 1: one is BAD;
+    3: one is UNKNOWN."""
+    from orchestrator.cli import console, lookup
+    from orchestrator.judge.fleet import Level, judge_cards
+    from orchestrator.report import fleet as tables
+
+    with lookup.open_store() as store:
+        cards = judge_cards(store)
+    if not cards:
+        command = f"nsa submit {example_spec('preflight')} --set cards=8"
+        raise UserError(f"fleet: no preflight is stored; look at all cards: {command}")
+    for table in (tables.summary(cards), tables.to_do(cards)):
+        if table.rows:
+            console.out.print(table.rich(fold=True))
+    levels = {card.level for card in cards}
+    raise typer.Exit(1 if Level.BAD in levels else 3 if Level.UNKNOWN in levels else 0)
+
+
+@app.command()
 def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
     """A run with its points, or one point with its metrics."""
     from orchestrator.cli import console, lookup

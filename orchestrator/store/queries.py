@@ -28,6 +28,8 @@ from orchestrator.store.views import AGAIN, HAPPENED, OF_NEWEST, Newest, runs_of
 _DECLARATION = TypeAdapter(Quantity)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
 
+_PREFLIGHTS = 1000  # points by which cards are judged
+
 _NEWEST_FIRST = (Run.created_at.desc(), Run.id)
 _RUNNING = Newest.state == PointState.RUNNING
 _POINTS = (
@@ -184,6 +186,18 @@ def series(
         query = query.where(or_((rows.c.place - 1) % stride == 0, rows.c.place == rows.c.of))
     shown = query.selected_columns
     return _frame(store, query.order_by(shown.attempt, shown.name, shown.rank, shown.at, shown.step))
+
+
+def preflights(store: Store) -> list[dict[str, Any]]:
+    """The newest points of kind "preflight" that have ended, newest first: the columns of `point`, and `figures`, the
+    metrics' values by name."""
+    ended = v_points.c.kind == "preflight", v_points.c.ended_at.is_not(None), v_points.c.state != PointState.CANCELLED
+    rows = _mappings(store, _DETAILS.where(*ended).order_by(v_points.c.ended_at.desc()).limit(_PREFLIGHTS))
+    figures: dict[str, dict[str, float]] = {row["point_id"]: {} for row in rows}
+    values = select(*(v_metrics.c[name] for name in ("point_id", "metric", "value")))
+    for row in _mappings(store, values.where(v_metrics.c.kind == "preflight")):
+        figures.get(row["point_id"], {})[row["metric"]] = row["value"]
+    return [{**row, "environment": row["environment"] or {}, "figures": figures[row["point_id"]]} for row in rows]
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:

@@ -1,0 +1,68 @@
+"""Tables of the fleet's cards, for the page and `nsa fleet`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.judge.fleet import Card, Finding, Level
+from orchestrator.report.table import Table
+
+_ILL = (Level.BAD, Level.WARN)
+_NAMED = 4  # cards, or checks, that a line names
+
+
+def summary(cards: Sequence[Card]) -> Table:
+    """A line a card: what is wrong with it, in a word."""
+    rows = []
+    for card in cards:
+        wrong = [found.check for found in card.findings if found.level == card.level != Level.OK]
+        rows.append(
+            {
+                "Verdict": card.level.value,
+                "Card": card.label,
+                "Node": card.node,
+                "Because of": ", ".join(wrong) if len(wrong) <= _NAMED else f"{len(wrong)} checks",
+                "UUID": card.uuid,
+                "Preflight (UTC)": f"{card.at:%Y-%m-%d %H:%M}",
+            }
+        )
+    return Table.of("Cards", "", rows)
+
+
+def figures(cards: Sequence[Card]) -> Table:
+    """Each card's figure in every check, with the check's level where that is not OK."""
+    rows = []
+    for card in cards:
+        cells = {
+            found.check: f"{found.value} {found.level}" if found.level in _ILL else found.value
+            for found in card.findings
+        }
+        rows.append({"Card": card.label, "Node": card.node} | cells)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return Table.of("Figures", "", [{name: row.get(name, "–") for name in columns} for row in rows])
+
+
+def to_do(cards: Sequence[Card]) -> Table:
+    """What is not OK, the worst first, with the cards that share it, and what to do about it."""
+    alike: dict[Finding, tuple[dict[str, None], dict[str, None]]] = {}  # each with its checks and cards
+    for card in cards:
+        for found in card.findings:
+            if found.level != Level.OK:
+                # What is unknown for one reason is one line.
+                key = found if found.level in _ILL else found._replace(check="", value="")
+                checks, names = alike.setdefault(key, ({}, {}))
+                checks[found.check] = names[f"{card.label} on {card.node}"] = None
+    rows = []
+    for found, (checks, names) in sorted(alike.items(), key=lambda item: list(Level).index(item[0].level)):
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        rows.append(
+            {
+                "Level": found.level.value,
+                "Card": ", ".join([*names][:_NAMED]) + more,
+                "Check": ", ".join(checks),
+                "Value": found.value,
+                "Why": found.why,
+                "What to do": found.fix,
+            }
+        )
+    return Table.of("What to do", "", rows)

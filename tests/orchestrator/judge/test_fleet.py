@@ -1,0 +1,174 @@
+"""Which card of a fleet is ill: eight cards of a made-up driver, of which some are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+from made_up_runs import T0, attempt, planned
+
+from jobs.hardware import health
+from jobs.schema import card_health
+from jobs.schema.quantities import GPU_THROTTLED
+from jobs.schema.states import PointState
+from orchestrator.judge.fleet import Card, Level, judge_cards
+from orchestrator.report import fleet as tables
+from orchestrator.store import Store
+from orchestrator.store import records as rec
+
+WELL: Mapping[str, Any] = {
+    "limit": 700_000,
+    "errors": {pynvml.NVML_VOLATILE_ECC: 0, pynvml.NVML_AGGREGATE_ECC: 0},
+    "rows": (0, 0, 0, 0),
+    "links": 18,
+    "width": 16,
+    "clock": 1700,
+    "driver": "580",
+    "log": "",
+    "gemm": 700.0,
+    "throttled": 0.0,
+}
+
+
+def link(card: Mapping[str, Any], number: int) -> int:
+    if number >= 18:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+    return int(number < card["links"])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML whose devices are mappings."""
+    answers = {
+        "Count": lambda: 8,
+        "PowerManagementLimit": lambda card: card["limit"],
+        "PowerManagementDefaultLimit": lambda _: 700_000,
+        "TotalEccErrors": lambda card, _, since: card["errors"][since],
+        "RemappedRows": lambda card: card["rows"],
+        "MaxPcieLinkWidth": lambda _: 16,
+        "MaxPcieLinkGeneration": lambda _: 5,
+        "CurrPcieLinkWidth": lambda card: card["width"],
+        "CurrPcieLinkGeneration": lambda _: 5,
+        "ClockInfo": lambda card, _: card["clock"],
+        "NvLinkState": link,
+        "Index": lambda card: card["index"],
+        "PciInfo": lambda card: SimpleNamespace(busId=f"00000000:{card['index']}B:00.0"),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", answer)
+
+
+def preflight(
+    store: Store, ill: Mapping[int, Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch, run: str = "r"
+) -> None:
+    """A run of eight cards, of which those in `ill` have other values than WELL."""
+    records: list[rec.Record] = [rec.RunRecord(run_id=run, at=T0, name="p", kind="preflight", spec={}, spec_hash="0")]
+    for index in range(8):
+        card = {**WELL, "index": index, **ill.get(index, {})}
+        monkeypatch.setattr(health, "_kernel_log", lambda card=card: card["log"])
+        found, more = health.at_rest(card)
+        rates = dict.fromkeys((card_health.COPY_RATE, card_health.HOST_COPY_RATE), 50.0)
+        rates |= {card_health.GEMM_RATE: card["gemm"], GPU_THROTTLED: card["throttled"]}
+        figures = found | health.under_load(card) | rates
+        gpu = {"name": "NVIDIA H200", "uuid": f"GPU-{index}", "driver": card["driver"], **more}
+        records += attempt(
+            planned(run, index, "x", 1, T0, {"device": "cuda"}),
+            T0 + timedelta(seconds=index),
+            20,
+            card.get("state", PointState.OK),
+            reason=card.get("reason"),
+            environment={"gpu": gpu},
+            metrics=()
+            if "state" in card
+            else [{"name": each.name, "unit": each.unit, "value": value} for each, value in figures.items()],
+        )
+    store.apply_many(records)
+
+
+def named(cards: list[Card]) -> set[tuple[int, str, str, str]]:
+    """What is not OK: index of the card, check, level and value."""
+    return {
+        (int(card.label[-1]), *found[:3]) for card in cards for found in card.findings if found.level is not Level.OK
+    }
+
+
+def test_in_a_fleet_that_is_well_nothing_is_named(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {}, monkeypatch)
+    cards = judge_cards(sqlite_store)
+    assert named(cards) == set()
+    assert [card.label for card in cards] == [f"NVIDIA H200 {index}" for index in range(8)]
+    assert not tables.to_do(cards).rows
+
+
+XID = "[1.0] NVRM: Xid (PCI:0000:{}B:00): {}, pid=1, GPU has fallen off the bus.\n"
+ILL = {
+    "power limit": ({"limit": 500_000}, Level.WARN, "500 W"),
+    "remapped rows": ({"rows": (0, 2, 0, 0)}, Level.WARN, "2"),
+    "Xid errors": ({"log": XID.format(2, 79) + XID.format(2, 13)}, Level.BAD, "79"),
+    "GEMM": ({"gemm": 560.0}, Level.BAD, "560 TFLOP/s"),
+    "ECC errors": ({"errors": {0: 3, 1: 5}}, Level.BAD, "3"),
+    "NVLink": ({"links": 16}, Level.BAD, "16"),
+    "PCIe": ({"width": 8}, Level.WARN, "gen 5 ×8"),
+    "clock": ({"clock": 1580}, Level.WARN, "1,580 MHz"),
+    "driver": ({"driver": "570"}, Level.WARN, "570"),
+    "throttled": ({"throttled": 60.0}, Level.WARN, "60 %"),
+}
+
+
+@pytest.mark.parametrize("check", ILL)
+def test_a_card_that_is_ill_is_named_and_nothing_else(driver: None, sqlite_store: Store, monkeypatch, check) -> None:
+    change, level, value = ILL[check]
+    preflight(sqlite_store, {2: change}, monkeypatch)
+    cards = judge_cards(sqlite_store)
+    assert named(cards) == {(2, check, level, value)}
+    assert (cards[0].label, cards[0].level) == ("NVIDIA H200 2", level), "the worst comes first"
+    [row] = tables.to_do(cards).rows
+    assert row[:3] == [level, "NVIDIA H200 2 on bench1", check]
+    assert all(row[3:]), "with the reason and what to do"
+
+
+@pytest.mark.parametrize(("rows", "level"), [((0, 1, 1, 0), Level.BAD), ((0, 1, 0, 1), Level.BAD)])
+def test_a_row_that_waits_or_failed_is_bad(driver: None, sqlite_store: Store, monkeypatch, rows, level) -> None:
+    preflight(sqlite_store, {5: {"rows": rows}}, monkeypatch)
+    assert named(judge_cards(sqlite_store)) == {(5, "remapped rows", level, "1")}
+
+
+def test_faults_of_programs_and_of_other_cards_blame_no_card(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {2: {"log": XID.format(2, 31) + XID.format(3, 79)}}, monkeypatch)
+    assert named(judge_cards(sqlite_store)) == set()
+
+
+def test_what_cannot_be_read_is_unknown_for_the_others_too(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {index: {"log": None} for index in range(8)}, monkeypatch)
+    cards = judge_cards(sqlite_store)
+    assert {card.level for card in cards} == {Level.UNKNOWN}
+    [row] = tables.to_do(cards).rows
+    assert (row[0], row[2]) == (Level.UNKNOWN, "Xid errors")
+    assert "dmesg" in row[4]
+
+
+def test_the_newest_preflight_of_a_card_counts_and_one_that_fails_is_bad(
+    driver: None, sqlite_store: Store, monkeypatch
+) -> None:
+    preflight(sqlite_store, {2: {"limit": 500_000}, 3: {"state": PointState.HANG, "reason": "silent"}}, monkeypatch)
+    cards = judge_cards(sqlite_store)
+    assert {found[:3] for found in named(cards) if found[2] is not Level.UNKNOWN} == {
+        (2, "power limit", Level.WARN),
+        (3, "preflight", Level.BAD),
+    }
+    monkeypatch.setitem(globals(), "T0", T0 + timedelta(days=1))
+    preflight(sqlite_store, {}, monkeypatch, run="later")
+    assert named(judge_cards(sqlite_store)) == set()
+
+
+def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {index: {"state": PointState.CANCELLED} for index in range(1, 8)}, monkeypatch)
+    [card] = judge_cards(sqlite_store)
+    assert {check for _, check, *_ in named([card])} == {
+        *("driver", "count", "NVLink", "clock", "GEMM", "copy", "copy from host")
+    }
+    assert card.level is Level.UNKNOWN
