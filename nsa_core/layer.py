@@ -14,7 +14,7 @@ from .config import NSAConfig
 from .decode import dense_step, nsa_step
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention, ordered_branches
-from .packed_sequences import checked_bounds, places_in
+from .packed_sequences import Packing
 from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
 from .routes import BRANCHES, Branch
@@ -96,7 +96,7 @@ class NativeSparseAttention(nn.Module):
         """An empty cache for `forward`, with room for `capacity` tokens from the start if given."""
         return NSACache(self.config, capacity)
 
-    def forward(self, x: Tensor, cache: NSACache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: NSACache | None = None, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
 
         With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. The prefill of
@@ -104,7 +104,7 @@ class NativeSparseAttention(nn.Module):
 
         Args:
             cu_seqlens: bounds, int32 [sequences + 1], of sequences packed into the B·S tokens; none sees another, and
-                positions begin with each. Best on the host: on a GPU each layer waits for them.
+                positions begin with each. Several layers share a Packing of them.
 
         Raises:
             InputError: the cache has no room for x, or holds other sequences; it is left unchanged. Or the layer lacks
@@ -122,7 +122,8 @@ class NativeSparseAttention(nn.Module):
                 out = nsa_step(*heads, cache, theta=self.rope_theta, compress=self._compress, backend=select)
                 return self.out_proj(out.flatten(2))
         if cu_seqlens is not None:
-            return self.out_proj(self._packed(x.flatten(0, 1)[None], cu_seqlens).flatten(-2)).view(x.shape)
+            packing = Packing.of(cu_seqlens, x.shape[0] * x.shape[1], x.device, self.config)
+            return self.out_proj(self._packed(x.flatten(0, 1)[None], packing).flatten(-2)).view(x.shape)
         q, k, v, gates = self._project(x, torch.arange(x.shape[1], device=x.device))
         k_cmp, v_cmp = None, None
         if "cmp" in self.branches:
@@ -138,21 +139,17 @@ class NativeSparseAttention(nn.Module):
             cache.add_compressed(k_cmp, v_cmp)
         return self.out_proj(out.flatten(2))
 
-    def _packed(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def _packed(self, x: Tensor, packing: Packing) -> Tensor:
         """Attention [total,Hq,D] of sequences packed into x [1,total,dim]."""
-        bounds = checked_bounds(cu_seqlens, x.shape[1], cu_seqlens.device)
-        position, remaining = places_in(bounds)
-        block = self.config.cmp_block
-        first = ((position % self.config.cmp_stride == 0) & (remaining >= block)).nonzero()[:, 0]  # of each block
-        q, k, v, gates = self._project(x, position.to(x.device))
-        tokens = (first[:, None] + torch.arange(block, device=first.device)).to(x.device)
+        q, k, v, gates = self._project(x, packing.positions)
         k_cmp, v_cmp = None, None
         if self.branches != ("win",):  # each block is a sequence of its own, of which one compressed token is made
-            blocks = k[0][0][tokens], v[0][0][tokens]
-            k_cmp, v_cmp = (y[:, 0] for y in self._compress(*blocks, position[first, None].to(x.device)))
+            blocks = k[0][0][packing.blocks], v[0][0][packing.blocks]
+            k_cmp, v_cmp = (y[:, 0] for y in self._compress(*blocks, packing.positions[packing.blocks[:, :1]]))
         keys, values = (cast(Triple, tuple(y[0] for y in each)) for each in (k, v))
-        options = {"cu_seqlens": cu_seqlens, "backend": self.backend, "branches": self.branches}
-        return nsa_attention(q[0], keys, values, gates[0], self.config, k_cmp=k_cmp, v_cmp=v_cmp, **options)
+        options = {"cu_seqlens": packing.bounds, "max_seqlen": packing.longest, "branches": self.branches}
+        operands = q[0], keys, values, gates[0], self.config
+        return nsa_attention(*operands, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend, **options)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Triple, Triple, Tensor]:
         """Rotated q [B,S,Hq,D]; three keys (cmp's unrotated) and values [B,S,Hkv,D]; gates [B,S,Hq,3].
@@ -215,7 +212,7 @@ class DenseAttention(nn.Module):
     def new_cache(self, capacity: int | None = None) -> DenseCache:
         return DenseCache(capacity)
 
-    def forward(self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Attend as NativeSparseAttention.forward, densely."""
         if cache is not None:
             _check_cache(cache, x, cu_seqlens)
@@ -225,23 +222,24 @@ class DenseAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)  # [B,S,heads,D]
         if cache is not None and cache.length > 0:
             return self.out_proj(dense_step(q, k, v, cache, theta=self.rope_theta).flatten(2))
-        if cu_seqlens is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        else:
+        bounds, positions = None, torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None:
             q, k, v = (y.flatten(0, 1) for y in (q, k, v))
-            positions = places_in(checked_bounds(cu_seqlens, len(q), cu_seqlens.device))[0].to(x.device)
+            packing = Packing.of(cu_seqlens, len(q), x.device, NSAConfig())
+            bounds, positions = packing.bounds, packing.positions
         cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = dense_attention(q, k, v, cu_seqlens=cu_seqlens)
+        out = dense_attention(q, k, v, cu_seqlens=bounds)
         if cache is not None:
             cache.take(k, v)
         return self.out_proj(out.reshape(*x.shape[:2], out.shape[-2] * out.shape[-1]))  # -1 takes no empty batch
 
 
-def _check_cache(cache: NSACache | DenseCache, x: Tensor, cu_seqlens: Tensor | None) -> None:
+def _check_cache(cache: NSACache | DenseCache, x: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
     """Raise InputError if the cache has no room for x, or sequences are packed."""
     if cu_seqlens is not None:
-        raise InputError("cu_seqlens", list(cu_seqlens.shape), "leave it out: a cache holds a batch, nothing packed")
+        given = cu_seqlens.bounds if isinstance(cu_seqlens, Packing) else cu_seqlens
+        raise InputError("cu_seqlens", list(given.shape), "leave it out: a cache holds a batch, nothing packed")
     cache.check(*x.shape[:2])
 
 

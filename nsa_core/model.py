@@ -19,6 +19,7 @@ from .errors import InputError
 from .functional import BRANCHES
 from .layer import DenseAttention, NativeSparseAttention, check_branches, check_heads
 from .loss import head_cross_entropy
+from .packed_sequences import Packing
 from .projections import in_compiled_training, product, side_by_side
 from .routes import Branch
 
@@ -139,8 +140,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.ffn = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache, cu_seqlens)
+    def forward(self, x: Tensor, cache: LayerCache | None = None, packing: Packing | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache, packing)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -220,11 +221,14 @@ class NSATransformer(nn.Module):
         self.checkpointing_effective = (
             self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None
         )
+        packing = None
+        if cu_seqlens is not None:
+            packing = Packing.of(cu_seqlens, x.shape[0] * x.shape[1], x.device, self.config.nsa)
         for i, block in enumerate(list(self.blocks)[start:stop], start):
             if self.checkpointing_effective:
-                x = checkpoint(block, x, None, cu_seqlens, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, None, packing, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, None if cache is None else cache[i], cu_seqlens)
+                x = block(x, None if cache is None else cache[i], packing)
         return x
 
     def _initialise(self) -> None:

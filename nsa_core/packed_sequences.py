@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -106,6 +107,40 @@ def document_bounds(tokens: Tensor, end_token: int) -> Tensor:
     begins = torch.ones_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == end_token
     return pad(begins.flatten().nonzero()[:, 0], (0, 1), value=tokens.numel()).int()
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Packed sequences as layers use them, on the tokens' device: made once a pass, or each layer would wait for it.
+
+    Attributes:
+        bounds: int32 [sequences + 1].
+        longest: tokens of the longest sequence.
+        positions: each token's in its sequence, int64 [total].
+        blocks: tokens of each compressed token, int64 [Nc,cmp_block].
+    """
+
+    bounds: Tensor
+    longest: int
+    positions: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | Packing, total: int, device: torch.device, config: NSAConfig) -> Packing:
+        """Packing of `total` tokens; one that was made before is returned as it is.
+
+        Raises:
+            InputError: cu_seqlens are not bounds of sequences of so many tokens.
+        """
+        if isinstance(cu_seqlens, Packing):
+            return cu_seqlens
+        spans = sequence_spans(cu_seqlens, total)
+        bounds = cu_seqlens.cpu().int()
+        positions, remaining = places_in(bounds)
+        firsts = ((positions % config.cmp_stride == 0) & (remaining >= config.cmp_block)).nonzero()
+        blocks = firsts + torch.arange(config.cmp_block)
+        longest = max(end - start for start, end in spans)
+        return cls(bounds.to(device), longest, positions.to(device), blocks.to(device))
 
 
 def places_in(bounds: Tensor) -> tuple[Tensor, Tensor]:
