@@ -22,6 +22,7 @@ def main() -> None:
                 st.Page("overview.py", title="Overview", icon=":material/rule:", default=True),
                 st.Page("scaling.py", title="Scaling", icon=":material/show_chart:"),
                 st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),
+                st.Page("history.py", title="History", icon=":material/timeline:"),
                 st.Page("runs.py", title="Runs", icon=":material/list_alt:"),
                 st.Page("fleet.py", title="Fleet", icon=":material/memory:"),
             ]

@@ -28,8 +28,9 @@ from orchestrator.judge.evidence import measured_runs
 from orchestrator.judge.fleet import judge_cards
 from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.judge.verdicts import judge
-from orchestrator.report import charts
+from orchestrator.report import charts, history
 from orchestrator.report.compare import Comparison, Side, compare
+from orchestrator.report.history import History
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -81,6 +82,12 @@ def fits(store: Store, run_ids: Sequence[str]) -> pd.DataFrame:
 def comparison(store: Store, first: str, other: str, metric: str) -> Comparison:
     """Two runs' cells of a metric, compared."""
     return compare(store, Side(first, (first,)), [Side(other, (other,))], metric)[0]
+
+
+@_read
+def histories(store: Store, metric: str, name: str) -> list[History]:
+    """The cells that runs of a name measured more than once, with their changes. Raises UserError if there are none."""
+    return history.histories(store, metric, name)
 
 
 @_read

@@ -33,6 +33,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
+_FEW_CELLS = 3  # of a history, whose readings are listed
 _DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
 _TARGET = "TARGET, or TARGET/HARDWARE"
 _SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
@@ -503,15 +504,40 @@ def compare(
         found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
     for each in found:
         for table in comparing.tables(each):
-            if format == "md":
-                say(f"### {table.title}\n\n{table.note}\n\n{table.markdown()}\n")
-            else:
-                if table.rows:
-                    console.out.print(table.rich())
-                if table.note:
-                    say(table.note)
+            console.show(table, format)
     changes = {cell.change for each in found for cell in each.cells}
     raise typer.Exit(1 if changes & {Change.FAILED, Change.WORSE} else 3 if Change.AMBIGUOUS in changes else 0)
+
+
+@app.command()
+def history(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="only cells with these words, e.g. triton forward 12/2 2048; none: all")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="the quantity")] = "time",
+    name: Annotated[str | None, typer.Option(help="only runs of this name, as `nsa runs` lists them")] = None,
+    threshold: Annotated[float, typer.Option(min=0, max=100, help="the smallest change that counts, in %")] = 2.0,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="most changes to list")] = 20,
+    format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown")] = "text",
+) -> None:
+    """When a cell changed, over commits and time: between which two, in a step or creeping, and if it may be noise.
+
+    Of up to three cells every reading is listed, with what else changed: driver, toolchain, card.
+    """
+    from orchestrator.cli import console, lookup
+    from orchestrator.report import history as histories
+    from orchestrator.store import queries
+
+    with lookup.open_store() as store:
+        found = histories.histories(store, metric, name, words or (), threshold / 100)
+        quantity = queries.quantities(store).of(metric)
+    tables = [histories.changes_table(found, quantity, limit)]
+    tables += [histories.readings_table(each, quantity) for each in found] if len(found) <= _FEW_CELLS else []
+    for table in tables:
+        console.show(table, format)
+    if changes := histories.all_changes(found):
+        _, first = changes[0]
+        say(f"to compare the first: nsa compare {first.before.run_id} {first.after.run_id} --metric {metric}")
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from rich.text import Text
@@ -19,12 +19,24 @@ from orchestrator.report.runs import table as list_of_runs
 from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
 from orchestrator.store import Store
+from orchestrator.terminal import say
 
 out = wide_console()
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     out.print(Table(title, "", columns, list(rows)).rich(fold=True))
+
+
+def show(table: Table, format: Literal["text", "md"]) -> None:
+    """Print a table with its note, for the terminal or as Markdown."""
+    if format == "md":
+        say(f"### {table.title}\n\n{table.note}\n\n{table.markdown()}\n")
+        return
+    if table.rows:
+        out.print(table.rich())
+    if table.note:
+        say(table.note)
 
 
 def services(found: Sequence[Service]) -> None:

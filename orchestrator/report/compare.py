@@ -194,22 +194,27 @@ def _measured(store: Store, side: Side, metric: str) -> tuple[dict[Cell, Measure
     cells: dict[Cell, Measured] = {}
     lacking: dict[Cell, str] = {}
     for run_id in sorted(side.run_ids):
-        values = queries.samples(store, run_id, metric)
-        for row in queries.points(store, run_id).to_dict("records"):
+        rows = queries.points(store, run_id)
+        values = queries.samples(store, metric, rows["point_id"].tolist())
+        for row in rows.to_dict("records"):
             samples = np.array(values.get(row["point_id"], []), dtype=float)
             if samples.size and (samples > 0).all():
-                route = ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
-                cells[_cell(row)] = Measured(row["point_id"], samples, row["gpu"], route)
+                cells[cell_of(row)] = Measured(row["point_id"], samples, row["gpu"], route_of(row))
             else:  # a logarithm has no 0
                 ended = "no value" if row["state"] == PointState.OK else str(row["state"])
-                lacking[_cell(row)] = "0 or below" if samples.size else ended
+                lacking[cell_of(row)] = "0 or below" if samples.size else ended
     return cells, lacking
 
 
-def _cell(row: Mapping[Any, Any]) -> Cell:
+def cell_of(row: Mapping[Any, Any]) -> Cell:
     """The coordinates of a point, those that it has."""
     names = ["kind", *(axis.name for axis in AXES), *more_columns(row)]
     return tuple((name, value) for name in names if (value := text(row.get(name))))
+
+
+def route_of(row: Mapping[Any, Any]) -> str:
+    """The ways that a point's branches took, in words."""
+    return ", ".join(f"{branch} {way}" for branch, way in sorted((row["route"] or {}).items()))
 
 
 def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> dict[Cell, float]:
@@ -223,7 +228,7 @@ def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> di
     values: dict[tuple[Cell, Any, Any], list[float]] = defaultdict(list)
     for row in queries.measurements(store, run_ids=list(sources)).to_dict("records"):
         if row["metric"] == metric and row["value"] > 0:
-            values[_cell(row), row["gpu"], sources[row["run_id"]]].append(row["value"])
+            values[cell_of(row), row["gpu"], sources[row["run_id"]]].append(row["value"])
     floors: dict[Cell, float] = {}
     for (cell, *_), found in values.items():
         floors[cell] = max(floors.get(cell, 0.0), max(found) / min(found) - 1)

@@ -159,11 +159,28 @@ def metrics(store: Store, point_id: str) -> pd.DataFrame:
     return _frame(store, query.where(Point.id == point_id).order_by(Metric.id))
 
 
-def samples(store: Store, run_id: str, metric: str) -> dict[str, list[float]]:
-    """The samples of a metric, or its value where it has none, of the points of a run by id."""
+def samples(store: Store, metric: str, point_ids: Sequence[str]) -> dict[str, list[float]]:
+    """The samples of a metric, or its value where it has none, of points by id."""
     query = select(Metric.point_id, Metric.value, Metric.samples).select_from(Point).join(Point.metrics)
-    rows = _mappings(store, query.where(Point.run_id == run_id, Metric.name == metric))
+    rows = _mappings(store, query.where(Point.id.in_(point_ids), Metric.name == metric))
     return {row["point_id"]: row["samples"] or [row["value"]] for row in rows}
+
+
+def readings(store: Store, metric: str, name: str | None = None) -> pd.DataFrame:
+    """All values of a metric that were measured, by time of their runs (of a name): columns of v_metrics, the run's
+    `created_at`, `git_commit` and `git_dirty`, the point's `config`, `route` and `environment_id`."""
+    more = (Run.created_at, Run.git_commit, Run.git_dirty, Point.config, Attempt.route, Attempt.environment_id)
+    query = select(v_metrics, *more).join(Point, Point.id == v_metrics.c.point_id).join(Point.outcome)
+    query = query.join(Run, Run.id == Point.run_id)
+    query = query.where(v_metrics.c.metric == metric, v_metrics.c.origin == Origin.MEASURED.value)
+    query = query if name is None else query.where(Run.name == name)
+    return _frame(store, query.order_by(Run.created_at, Run.id, Point.number))
+
+
+def environments(store: Store, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Environments by id."""
+    with store.session() as session:
+        return {row.id: row.content for row in session.scalars(select(Environment).where(Environment.id.in_(ids)))}
 
 
 def series(

@@ -25,7 +25,7 @@ from orchestrator.store.records import (
 )
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-PAGES = ("overview", "scaling", "runs")
+PAGES = ("overview", "scaling", "history", "runs")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -223,6 +223,17 @@ def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str)
     assert [box.value for box in app.selectbox] == [RUN, RUN, "time"]
     told = [each.value for each in app.toast]
     assert told == [f"Unknown in the address, ignored: `{each}`" for each in ("before=gone", "metric=tiem")]
+
+
+def test_history_draws_a_cell_over_the_runs_that_measured_it(complete: str):
+    with Store.open(complete) as store:
+        store.apply_many(small_sweep("20261122-100000-demo-ef56", (512, 1024), RunState.DONE, name="demo"))
+    app = show("history", name="demo", metric="time")
+    assert [box.value for box in app.selectbox[:2]] == ["demo", "time"]
+    assert "cells that 2 runs measured more than once" in text(app)
+    [chart] = app.get("vega_lite_chart")
+    assert [reading[:9] for reading in json.loads(chart.proto.spec)["encoding"]["x"]["sort"]] == ["c0ffeec+ "] * 2
+    assert "20261122-100000-demo-ef56" in text(app)
 
 
 def _domain(app: AppTest) -> list[float]:

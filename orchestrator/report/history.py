@@ -1,0 +1,345 @@
+"""History of cells over commits and time: when one changed, between which commits, and how sure that is.
+
+A cell is that of `compare`, on one model of card and with the same settings of NSA, as far as its runs say them. It
+changed for sure where E-divisive finds it among all of its runs. Few runs are too few for that: two of them that follow
+each other and differ as `compare` asks may also have changed, but a process may be slower than the next one by chance,
+so these are said to be perhaps noise, with what speaks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jobs.schema.axes import AXES, more_columns
+from jobs.schema.quantities import Better, Quantity, readable
+from orchestrator.errors import UserError
+from orchestrator.git import git
+from orchestrator.judge.change_points import Shift, shifts
+from orchestrator.report.compare import (
+    Cell,
+    Change,
+    Measured,
+    Samples,
+    cell_of,
+    coordinates,
+    judged,
+    paired,
+    route_of,
+    word,
+)
+from orchestrator.report.table import Table, flat
+from orchestrator.settings import SOURCES
+from orchestrator.store import Store, queries
+
+_SETTING = re.compile(r"(?:.*\.)?nsa\.")
+_TOOL = re.compile(
+    r"packages\.(?!nvidia-ml-py|numpy)|gpu\.(?=driver$|power_limit_w$|ecc$|uuid$)|(?=(?:cuda|cudnn|python)$)"
+)
+_COMMIT = re.compile("[0-9a-f]{7,64}")
+_MANY = 6  # runs whose scatter says how far two of them are apart by chance
+_SCATTER = 6.3  # times the median deviation: three standard deviations of a difference
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A cell as one run measured it.
+
+    Attributes:
+        commit: 7 digits, with a "+" if the sources had changes that the commit does not hold.
+        tools: driver, toolchain and card, by name.
+    """
+
+    run_id: str
+    point_id: str
+    at: datetime
+    commit: str
+    value: float
+    p10: float
+    p90: float
+    route: str
+    tools: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A change between two readings: the last before it, and the first after it.
+
+    Attributes:
+        ratio: the level after it, divided by that before it.
+        creeping: it came bit by bit, over all readings between the two.
+        doubt: why it may be noise; empty if it is sure.
+    """
+
+    before: Reading
+    after: Reading
+    ratio: float
+    change: Change
+    creeping: bool = False
+    doubt: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """All readings of a cell, by the date of their commits; `settings` are those that others of the cell have not."""
+
+    cell: Cell
+    gpu: str | None
+    settings: str
+    readings: tuple[Reading, ...]
+    changes: tuple[Changed, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The cell in words: "triton forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
+        where = {"settings": self.settings, "kind": dict(self.cell)["kind"], "card": self.gpu or "CPU"}
+        named = {"S", "batch"}
+        parts = {**coordinates(self.cell), **where}
+        return " ".join(f"{name}={value}" if name in named else value for name, value in parts.items() if value)
+
+
+def histories(
+    store: Store, metric: str = "time", name: str | None = None, words: Sequence[str] = (), threshold: float = 0.02
+) -> list[History]:
+    """The cells that more than one run measured, those with changes first. Raises UserError if there are none.
+
+    Args:
+        name: only runs of this name, that of their spec.
+        words: only cells whose label has all of these words, as "forward", "2048".
+        threshold: the smallest change worth speaking of, as a share.
+    """
+    better = queries.quantities(store).of(metric).better or Better.LOWER
+    found = []
+    for history in _series(store, metric, name):
+        had = set(re.split("[ ,=]+", history.label)) | set(history.label.split())
+        if had.issuperset(words):
+            found.append(history)
+    if not found:
+        problem = f"no cell {f'with the words {words} ' if words else ''}was measured by two runs"
+        raise UserError(f"--metric: {metric!r}: {problem}; `nsa history` without words lists those of its time")
+    sure = [shifts(np.log([reading.value for reading in each.readings]), math.log1p(threshold)) for each in found]
+    doubtful = _doubtful(store, metric, found, sure, threshold, better)
+    changed = []
+    for place, each in enumerate(found):
+        settled = [
+            Changed(
+                each.readings[shift.last], each.readings[shift.first], math.exp(shift.size),
+                _direction(shift.size, better), shift.creeping,
+            )
+            for shift in sure[place]
+        ]  # fmt: skip
+        order = {reading.point_id: number for number, reading in enumerate(each.readings)}
+        changes = sorted([*settled, *doubtful[place]], key=lambda change: order[change.after.point_id])
+        changed.append(replace(each, changes=tuple(changes)))
+    return sorted(changed, key=lambda each: (not each.changes, all(change.doubt for change in each.changes)))
+
+
+def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
+    """Cells with two or more readings, their changes not looked for yet."""
+    frame = queries.readings(store, metric, name)
+    frame = frame.loc[frame["value"] > 0]  # a logarithm has no 0
+    contents = queries.environments(store, [each for each in frame["environment_id"].unique() if each])
+    tools = {each: _tools(content) for each, content in contents.items()}
+    dates = _commit_dates(frame["git_commit"].dropna().unique().tolist())
+    axes = ["kind", *(axis.name for axis in AXES), *more_columns(frame.columns), "gpu"]
+    for _, rows in frame.groupby(axes, dropna=False, sort=False):
+        if len(rows) < 2:
+            continue
+        alike: list[tuple[dict[str, Any], list[Mapping[Any, Any]]]] = []
+        for row in rows.iloc[::-1].to_dict("records"):  # older runs lack the settings that came later
+            found = {_SETTING.sub("", key): value for key, value in flat(row["config"]).items() if _SETTING.match(key)}
+            for known, group in alike:
+                if all(known.get(key, value) == value for key, value in found.items()):
+                    known.update(found)
+                    group.append(row)
+                    break
+            else:
+                alike.append((found, [row]))
+        names = {key for known, _ in alike for key in known if len({str(each.get(key)) for each, _ in alike}) > 1}
+        for known, group in alike:
+            if len(group) > 1:
+                readings = [_reading(row, tools.get(row["environment_id"], {})) for row in group]
+                readings.sort(key=lambda reading: (dates.get(reading.commit, reading.at), reading.at))
+                settings = ", ".join(f"{key}={known[key]}" for key in sorted(names & known.keys()))
+                yield History(cell_of(group[0]), group[0]["gpu"], settings, tuple(readings))
+
+
+def _reading(row: Mapping[Any, Any], tools: Mapping[str, str]) -> Reading:
+    commit = (row["git_commit"] or "unknown")[:7] + "+" * bool(row["git_dirty"] == 1)
+    ids = (row["run_id"], row["point_id"], row["created_at"].to_pydatetime())
+    return Reading(*ids, commit, row["value"], row["p10"], row["p90"], route_of(row), tools)
+
+
+def _tools(environment: Mapping[str, Any]) -> dict[str, str]:
+    return {_TOOL.sub("", key): str(value) for key, value in flat(environment).items() if _TOOL.match(key)}
+
+
+def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:
+    """When commits were made, by their first 7 digits, those that the checkout of these sources has: a commit that is
+    measured later than its successors belongs before them."""
+    known = [commit for commit in commits if _COMMIT.fullmatch(commit)]
+    done = git(SOURCES, "rev-list", "--no-walk=unsorted", "--timestamp", "--ignore-missing", *known)
+    lines = done.stdout.decode().split() if known and not done.returncode else []
+    return {
+        commit[:7]: datetime.fromtimestamp(int(at), UTC) for at, commit in zip(lines[::2], lines[1::2], strict=True)
+    }
+
+
+def _direction(size: float, better: Better) -> Change:
+    return Change.BETTER if (size < 0) == (better is Better.LOWER) else Change.WORSE
+
+
+def _doubtful(
+    store: Store,
+    metric: str,
+    found: Sequence[History],
+    sure: Sequence[Sequence[Shift]],
+    threshold: float,
+    better: Better,
+) -> dict[int, list[Changed]]:
+    """Changes between two readings in a row that are no sure ones, by the place of their history."""
+    pairs: list[tuple[int, int, float]] = []  # places of the history and of the reading before, smallest difference
+    for place, each in enumerate(found):
+        values = np.log([reading.value for reading in each.readings])
+        crossed = {at for shift in sure[place] for at in range(shift.last, shift.first)}
+        least = math.log1p(max(threshold, _chance(each.readings, values, sure[place])))
+        beyond = np.flatnonzero(np.abs(np.diff(values)) > least).tolist()
+        pairs += [(place, at, least) for at in beyond if at not in crossed]
+    ids = {found[place].readings[at + side].point_id for place, at, _ in pairs for side in (0, 1)}
+    samples = queries.samples(store, metric, sorted(ids))
+    compared = {}
+    for place, at, least in pairs:
+        before, after = (
+            Measured(one.point_id, np.array(samples[one.point_id], float), found[place].gpu, one.route)
+            for one in found[place].readings[at : at + 2]
+        )
+        if (before.samples > 0).all() and (after.samples > 0).all():
+            compared[place, at] = paired((), before, after, math.expm1(least))
+    by_sides = {(cell.first.point_id, cell.other.point_id): cell for cell in judged([*compared.values()], better)}
+    changes: dict[int, list[Changed]] = defaultdict(list)
+    for (place, at), cell in compared.items():
+        history, sides = found[place], (cell.first, cell.other)
+        change = by_sides[sides[0].point_id, sides[1].point_id].change
+        few = max(side.samples.size for side in sides) == 1
+        if few or change in (Change.BETTER, Change.WORSE):
+            before, after = history.readings[at : at + 2]
+            bounds = [0, *(shift.first for shift in sure[place]), len(history.readings)]
+            low, high = next((low, high) for low, high in pairwise(bounds) if low <= at < high)
+            doubts = [f"{at + 1 - low} run{'s' * (at > low)} before it and {high - at - 1} after"]
+            doubts += _signs_of_noise(history.readings, at, [side.samples for side in sides], threshold, better)
+            size = math.log(cell.ratio)
+            doubt = "may be noise: " + ", ".join(doubts)
+            changes[place].append(Changed(before, after, cell.ratio, _direction(size, better), doubt=doubt))
+    return changes
+
+
+def _chance(readings: Sequence[Reading], values: Samples, sure: Sequence[Shift]) -> float:
+    """How far apart readings are without a change, as a share: of one commit with the same tools, and of many."""
+    repeats: dict[Any, list[float]] = defaultdict(list)
+    for reading in readings:
+        repeats[reading.commit, tuple(sorted(reading.tools.items()))].append(reading.value)
+    apart = [max(some) / min(some) - 1 for (commit, _), some in repeats.items() if not commit.endswith("+")]
+    for part in np.split(values, [shift.first for shift in sure]):
+        if len(part) >= _MANY:
+            apart.append(math.expm1(_SCATTER * float(np.median(np.abs(part - np.median(part))))))
+    return max(apart, default=0.0)
+
+
+def _signs_of_noise(
+    readings: Sequence[Reading], at: int, samples: Sequence[Samples], threshold: float, better: Better
+) -> Iterator[str]:
+    """What speaks for noise in the change after a reading."""
+    best = [float(np.quantile(side, 0.1 if better is Better.LOWER else 0.9)) for side in samples]
+    if samples[0].size > 1 and abs(best[1] / best[0] - 1) <= threshold:
+        yield "its best tenth did not change"
+    if at + 2 < len(readings) and abs(readings[at + 2].value / readings[at].value - 1) <= threshold:
+        yield f"{readings[at + 2].commit} took it back"
+    if at > 0 and abs(readings[at + 1].value / readings[at - 1].value - 1) <= threshold:
+        yield f"{readings[at - 1].commit} had it before"
+
+
+def differing(before: Reading, after: Reading) -> str:
+    """What else differs between two readings: "driver 580 → 590, another card, another route"."""
+    both = [name for name in before.tools if before.tools[name] != after.tools.get(name, before.tools[name])]
+    parts = [
+        "another card" if name == "uuid" else f"{name} {before.tools[name]} → {after.tools[name]}" for name in both
+    ]
+    return ", ".join([*parts, *(["another route"] if before.route != after.route else [])])
+
+
+def result(change: Changed, quantity: Quantity) -> str:
+    """A change in words: "slower, creeping", "slower; may be noise: 1 run before it and 2 after"."""
+    return (
+        word(change.change, quantity) + ", creeping" * change.creeping + (f"; {change.doubt}" if change.doubt else "")
+    )
+
+
+def all_changes(found: Sequence[History]) -> list[tuple[History, Changed]]:
+    """The changes of all cells: sure ones before others, then the newest and largest first."""
+    changes = [(history, change) for history in found for change in history.changes]
+
+    def place(one: tuple[History, Changed]) -> tuple[bool, datetime, float]:
+        change = one[1]
+        return not change.doubt, change.after.at, abs(math.log(change.ratio))
+
+    return sorted(changes, key=place, reverse=True)
+
+
+def changes_table(found: Sequence[History], quantity: Quantity, most: int | None = None) -> Table:
+    """The changes, `most` of them at the most, with the result in a line as its note."""
+    changes, rows = all_changes(found), []
+    for history, each in changes[:most]:
+        where = coordinates(history.cell)
+        where["shape"] = ", ".join(filter(None, (where["shape"], history.settings)))
+        sides = {
+            heading: f"{readable(side.value, quantity.unit)} ({side.commit})"
+            for heading, side in (("before", each.before), ("after", each.after))
+        }
+        about = {"ratio": f"{each.ratio:.3f}", "result": result(each, quantity)}
+        about["what else changed"] = differing(each.before, each.after)
+        rows.append({**where, "card": history.gpu or "CPU", **sides, **about})
+    note = summary(found, quantity)
+    for name in ("dtype", "card", "what else changed"):  # what is the same in all rows is said once
+        if len(same := {row[name] for row in rows}) == 1:
+            note += f"; {name}: {value}" if (value := same.pop()) else ""
+            rows = [{key: value for key, value in row.items() if key != name} for row in rows]
+    if len(changes) > len(rows):
+        note += f"; {len(changes) - len(rows)} more are not listed"
+    return Table.of(f"{quantity.title}: changes", note, rows)
+
+
+def readings_table(history: History, quantity: Quantity) -> Table:
+    """All readings of a cell, with its changes."""
+    changes = defaultdict(list)
+    for each in history.changes:
+        changes[each.after.point_id].append(f"{each.ratio:.3f} {result(each, quantity)}")
+    rows = []
+    for before, reading in zip((None, *history.readings), history.readings, strict=False):
+        value = readable(reading.value, quantity.unit)
+        spread = " – ".join(
+            readable(each, quantity.unit) for each in (reading.p10, reading.p90) if not math.isnan(each)
+        )
+        about = ["; ".join(changes[reading.point_id]), differing(before, reading) if before else ""]
+        rows.append([f"{reading.at:%Y-%m-%d %H:%M}", reading.commit, reading.run_id, value, spread, *about])
+    columns = ["measured (UTC)", "commit", "run", quantity.title, "p10 – p90", "change", "what else changed"]
+    return Table(f"{quantity.title}: {history.label}", "", columns, rows)
+
+
+def summary(found: Sequence[History], quantity: Quantity) -> str:
+    """The result in a line: "24 cells of 5 runs: 2 slower, 1 slower (creeping), 3 may be noise"."""
+    runs = {reading.run_id for history in found for reading in history.readings}
+    kinds = [
+        "may be noise" if each.doubt else word(each.change, quantity) + " (creeping)" * each.creeping
+        for history in found
+        for each in history.changes
+    ]
+    counted = [f"{number} {kind}" for kind, number in sorted(Counter(kinds).items(), key=lambda one: one[0])]
+    return f"{len(found)} cells that {len(runs)} runs measured more than once: {', '.join(counted) or 'no change'}"
