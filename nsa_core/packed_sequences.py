@@ -72,10 +72,11 @@ def checked_packing(
         fix += f": {longest}"
     if max_seqlen is not None:
         _require((lengths <= max_seqlen).all(), "max_seqlen", f"{max_seqlen}", fix)
-    for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)):
-        if x is not None:
-            fix = "give those that cmp_block and cmp_stride make of every sequence"
-            _require(compressed_counts(cu_seqlens, config).sum() == len(x), name, f"{len(x)} compressed tokens", fix)
+    given = {name: len(x) for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)) if x is not None}
+    if given:
+        count, fix = compressed_counts(cu_seqlens, config).sum(), "give those that its blocks make of every sequence"
+        for name, tokens in given.items():
+            _require(count == tokens, name, f"{tokens} compressed tokens", fix)
     return bounds, min(max_seqlen or longest, total)
 
 

@@ -209,7 +209,7 @@ def attend(
     pairs = dict(zip(BRANCHES, zip(operands.keys, operands.values, strict=True), strict=True))
     k_cmp, v_cmp = operands.k_cmp, operands.v_cmp
     if bounds is not None:
-        k_cmp, v_cmp = (None if x is None else _apart(x, bounds, config, q.shape[1]) for x in (k_cmp, v_cmp))
+        k_cmp, v_cmp = _apart((k_cmp, v_cmp), bounds, config, q.shape[1])
     if k_cmp is None and v_cmp is None and kernels.has_one_pair(pairs, call):
         call = replace(call, compresses=True)
         del pairs["cmp"]
@@ -235,18 +235,27 @@ def select_packed(operands: Operands, config: NSAConfig, scale: float, bounds: T
         if k_cmp is None:
             k_cmp, _ = kernels.compress(k, k, config, bounds)
         else:
-            k_cmp = _apart(k_cmp, bounds, config, q.shape[1])
+            k_cmp, _ = _apart((k_cmp, None), bounds, config, q.shape[1])
         return kernels.select(q, k_cmp, config, 0, scale, bounds, longest)
 
 
-def _apart(x: Tensor, cu_seqlens: Tensor, config: NSAConfig, total: int) -> Tensor:
+def _apart(
+    compressed: tuple[Tensor | None, Tensor | None], cu_seqlens: Tensor, config: NSAConfig, total: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Compressed tokens [1,Σ N,..], those of a sequence that begins at token t from t // cmp_stride on; else zeros."""
+    tokens = next((x.shape[1] for x in compressed if x is not None), None)
+    if tokens is None:
+        return compressed
     bounds, counts = cu_seqlens.long(), compressed_counts(cu_seqlens, config)
-    at = torch.arange(total // config.cmp_stride, device=x.device)
+    at = torch.arange(total // config.cmp_stride, device=bounds.device)
     sequence = torch.searchsorted(bounds[:-1] // config.cmp_stride, at, right=True) - 1
     place = at - bounds[sequence] // config.cmp_stride
-    source = torch.where(place < counts[sequence], (counts.cumsum(0) - counts)[sequence] + place, x.shape[1])
-    return torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], 1).index_select(1, source)
+    source = torch.where(place < counts[sequence], (counts.cumsum(0) - counts)[sequence] + place, tokens)
+    k_cmp, v_cmp = (
+        None if x is None else torch.cat([x, x.new_zeros(1, 1, *x.shape[2:])], 1).index_select(1, source)
+        for x in compressed
+    )
+    return k_cmp, v_cmp
 
 
 def _one(
