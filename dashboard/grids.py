@@ -142,12 +142,10 @@ def facts(values: Mapping[str, str]) -> None:
     st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=True)
 
 
-def chart(chart: Chart, key: str | None = None, height: int = 330) -> None:
+def chart(chart: Chart, key: str | None = None, height: int = 330, alt: str | None = None) -> None:
     """Draw a chart with its title and legend, so high in pixels unless it has a height of its own."""
-    own = chart.spec.keys() & {"facet", "height"}
-    st.vega_lite_chart(
-        pd.DataFrame(chart.rows), chart.spec, height="content" if own else height, key=key, alt=chart.title
-    )
+    shown = "content" if chart.spec.keys() & {"facet", "height"} else height
+    st.vega_lite_chart(pd.DataFrame(chart.rows), chart.spec, height=shown, key=key, alt=alt or chart.title)
 
 
 def took(run: dict) -> str:

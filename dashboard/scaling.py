@@ -222,7 +222,7 @@ def _draw(panels: Sequence[tuple[str, Quantity, pd.DataFrame]], fits: pd.DataFra
                 common += ["CPU"] if set(shown["device"]) == {"cpu"} else []
                 chart = scaling_chart(shown, fits, quantity, [title, " · ".join(common)])
                 height = CHART_HEIGHT + 26 * len(set(shown["implementation"]))
-                st.altair_chart(chart, height=height, alt=f"{title}: {quantity.title} against sequence length")
+                grids.chart(chart, height=height, alt=f"{title}: {quantity.title} against sequence length")
 
 
 def _growth(fits: pd.DataFrame, quantities: Quantities) -> None:

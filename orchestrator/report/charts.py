@@ -1,4 +1,4 @@
-"""Charts as declared in charts.yaml, shared by the pages and the reports; that of growth is in `scaling_chart.py`.
+"""Charts as declared in charts.yaml, shared by the pages and the reports; `scaling_chart.py` has the rows of growth.
 
 Text and grid take the colours of the theme that shows the chart; only series, states and guides are coloured here.
 """
@@ -96,14 +96,14 @@ def drawn(name: str, rows: Sequence[Mapping[Any, Any]], **values: Any) -> Chart:
 
 
 def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], values: Mapping[str, Any]) -> Chart:
-    shown = as_json(rows)
+    shown = _as_json(rows)
 
     def filled(part: Any) -> Any:
         """The part with the given values, and with the fixed colours of its rows."""
         if isinstance(part, list):
             return [filled(each) for each in part]
         if isinstance(part, str) and part.startswith("$"):
-            return as_json(values[part[1:]])
+            return _as_json(values[part[1:]])
         if not isinstance(part, dict):
             return part
         part = {name: filled(each) for name, each in part.items()}
@@ -117,12 +117,12 @@ def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], value
     return Chart(spec["title"], spec | {"config": _CONFIG}, shown)
 
 
-def as_json(part: Any) -> Any:
+def _as_json(part: Any) -> Any:
     """The part of a chart as JSON has it, its texts printable: an image's XML cannot hold controls."""
     if isinstance(part, Mapping):
-        return {name: as_json(value) for name, value in part.items()}
+        return {name: _as_json(value) for name, value in part.items()}
     if isinstance(part, list | tuple):
-        return [as_json(value) for value in part]
+        return [_as_json(value) for value in part]
     if isinstance(part, datetime):
         return part.isoformat()
     if isinstance(part, Decimal):  # Postgres' numeric

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
-from orchestrator.report.charts import as_json, kind_charts
+from orchestrator.report.charts import kind_charts
+from orchestrator.report.scaling_chart import drawable, scaling_chart
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import load_settings
@@ -51,13 +51,9 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:
     """The chart of a quantity against S, as wide as a page, in Vega-Lite; None without rows to draw."""
-    if sys.flags.optimize > 1:
-        raise ReportError("PYTHONOPTIMIZE: 2: Altair draws no charts without docstrings; set it to 1, or unset it")
-    from orchestrator.report.scaling_chart import drawable, scaling_chart  # Altair takes long to import
-
     if drawable(rows, quantity).empty:
         return None
-    return as_json(scaling_chart(rows, fits_frame(fits), quantity).properties(width=640).to_dict())
+    return scaling_chart(rows, fits_frame(fits), quantity).whole | {"width": 640, "height": 340}
 
 
 class Facts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import altair as alt
 import pandas as pd
 import pytest
 import vl_convert
@@ -35,43 +34,28 @@ def fitted(rows: Any) -> Any:
     return fits_frame(scaling_fits(rows))
 
 
-def scaling(rows: Any, metric: str = "time", fits: Any = NONE) -> alt.LayerChart:
+def scaling(rows: Any, metric: str = "time", fits: Any = NONE) -> charts.Chart:
     return scaling_chart(rows, fits, SHARED.of(metric))
 
 
-def encodings(chart: alt.LayerChart) -> list[dict[str, Any]]:
-    return [leaf["encoding"] for leaf in leaves(chart.to_dict())]
-
-
-def leaves(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    return [leaf for layer in spec["layer"] for leaf in leaves(layer)] if "layer" in spec else [spec]
-
-
-def series(chart: alt.LayerChart) -> list[str]:
+def series(chart: charts.Chart) -> list[str]:
     """Names in a chart's legend."""
-    domains = [encoding.get("color", {}).get("scale", {}).get("domain", []) for encoding in encodings(chart)]
-    return list(dict.fromkeys(name for domain in domains for name in domain))
+    line = next(layer for layer in chart.spec["layer"] if layer["mark"] == "line")
+    return line["encoding"]["color"]["scale"]["domain"]
 
 
-def data(chart: alt.LayerChart, column: str) -> list[dict[str, Any]]:
-    """Rows of a chart's data that have the column."""
-    return [row for rows in chart.to_dict()["datasets"].values() for row in rows if column in row]
-
-
-def drawn(chart: alt.LayerChart) -> pd.DataFrame:
-    return pd.DataFrame(data(chart, "point_id")).drop_duplicates("point_id")
-
-
-def svg(chart: alt.LayerChart | alt.Chart) -> str:
-    return vl_convert.vegalite_to_svg(chart.to_json())
+def lines(chart: charts.Chart) -> pd.DataFrame:
+    """The rows of a chart's lines."""
+    return pd.DataFrame(next(layer["data"]["values"] for layer in chart.spec["layer"] if layer["mark"] == "line"))
 
 
 def test_a_curve_spans_the_lengths_that_it_rests_on_and_other_points_are_paler(rows: pd.DataFrame):
     chosen = measured(rows).query("implementation == 'naive' and metric == 'time'")
     fits = fits_frame([replace(fit, lengths=(2048, 4096)) for fit in scaling_fits(chosen)])
     chart = scaling(chosen, fits=fits)
-    assert drawn(chart).set_index("seq_len")["opacity"].to_dict() == {512: 0.35, 1024: 0.35, 2048: 1.0, 4096: 1.0}
-    curve = [row["seq_len"] for row in data(chart, "law")]
+    opacities = {row["seq_len"]: row["opacity"] for row in chart.rows}
+    assert opacities == {512: 0.35, 1024: 0.35, 2048: 1.0, 4096: 1.0}
+    curve = lines(chart).query("line == 'law'")["seq_len"]
     assert (min(curve), max(curve)) == pytest.approx((2048, 4096))
 
 
@@ -80,7 +64,7 @@ def test_a_value_that_a_log_axis_cannot_show_is_left_out(rows: pd.DataFrame, val
     chosen = measured(rows)
     chosen.loc[(chosen["metric"] == "time") & (chosen["seq_len"] == 512), ["value", "per_sequence"]] = value
     chosen.loc[chosen["metric"] == "time", "ci_high"] = 1.7e308
-    assert set(drawn(scaling(chosen))["seq_len"]) == {1024, 2048, 4096}
+    assert {row["seq_len"] for row in scaling(chosen).rows} == {1024, 2048, 4096}
 
 
 @pytest.mark.parametrize("metric", ["time", "throughput"])  # with fits, and without
@@ -88,8 +72,8 @@ def test_series_are_named_by_what_distinguishes_them_and_differ_in_their_dashes(
     chosen = rows[(rows["origin"] == "measured") & (rows["implementation"] == "chunked")]
     chart = scaling(chosen, metric)
     assert series(chart) == ["chunked · forward", "chunked · forward+backward  – –"]
-    lines = [leaf["mark"] for leaf in leaves(chart.to_dict()) if leaf["mark"]["type"] == "line"]
-    assert [mark.get("strokeDash") for mark in lines[1:]] == [None, [7, 4]]  # after the guides
+    dashes = lines(chart).drop_duplicates("series").set_index("series")["dash"].to_dict()
+    assert dashes == dict(zip(series(chart), ([1, 0], [7, 4]), strict=True))
 
 
 def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
@@ -98,19 +82,21 @@ def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
     both = pd.concat([both, measured(rows).query("metric == 'peak_extra_memory'").assign(metric="peak_memory")])
     chart = scaling(both, "peak_memory", fitted(both))
     assert any(name.startswith("nsa-vibe (reported)") for name in series(chart))
-    marks = [leaf["mark"] for leaf in leaves(chart.to_dict())]
-    assert [mark["filled"] for mark in marks if mark["type"] == "point"] == [True, False]
-    assert any(mark["type"] == "line" and mark.get("strokeDash") == [7, 4] for mark in marks)
+    points = [layer for layer in chart.spec["layer"] if "transform" in layer]
+    filters = {layer["transform"][0]["filter"]: layer["mark"]["filled"] for layer in points}
+    assert filters == {"datum.origin != 'reported'": True, "datum.origin == 'reported'": False}
+    assert {row["origin"] for row in chart.rows} == {"measured", "reported"}
+    vibe = lines(chart)["series"].str.startswith("nsa-vibe (reported)")
+    assert [7, 4] in lines(chart).loc[vibe, "dash"].tolist()
+    assert vl_convert.vegalite_to_svg(chart.whole)
 
 
-def looks_in(chart: alt.LayerChart) -> dict[str, tuple[str, str]]:
+def looks_in(chart: charts.Chart) -> dict[str, tuple[str, str]]:
     """Colour and mark of each implementation in a chart's legend."""
-    found = {}
-    for encoding in encodings(chart):
-        if "shape" in encoding:
-            color, mark = encoding["color"]["scale"], encoding["shape"]["scale"]
-            found |= dict(zip(color["domain"], zip(color["range"], mark["range"], strict=True), strict=True))
-    return {name.split(" ")[0]: looked for name, looked in found.items()}
+    point = next(layer["encoding"] for layer in chart.spec["layer"] if "shape" in layer.get("encoding", {}))
+    color, mark = point["color"]["scale"], point["shape"]["scale"]
+    looks = zip(color["domain"], zip(color["range"], mark["range"], strict=True), strict=True)
+    return {name.split(" ")[0]: looked for name, looked in looks}
 
 
 def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
@@ -123,10 +109,7 @@ def test_an_implementation_looks_the_same_in_every_chart(rows: pd.DataFrame):
         assert looks_in(scaling(fewer, metric, fits)) == {"fresh": expected["fresh"]}
     local = charts.local_chart(fits[fits["metric"] == "time"], SHARED)
     for chart in (charts.exponent_chart(fits, SHARED), local):
-        point = next(layer["encoding"] for layer in chart.spec["layer"] if "shape" in layer.get("encoding", {}))
-        color, mark = point["color"]["scale"], point["shape"]["scale"]
-        looks = zip(color["domain"], zip(color["range"], mark["range"], strict=True), strict=True)
-        assert {name.split(" ")[0]: look for name, look in looks} == expected
+        assert looks_in(chart) == expected
 
 
 def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataFrame):
@@ -134,6 +117,6 @@ def test_a_chart_of_more_points_than_fit_says_which_it_leaves_out(rows: pd.DataF
     many = [one.assign(implementation=f"i{n}", point_id=one["point_id"] + f"-{n}") for n in range(61)]
     many[0] = many[0].iloc[:-1]  # fewer lengths than the others
     chart = scaling(pd.concat(many))
-    assert chart.to_dict()["title"]["text"] == "drawn: 240 of 243 points, 60 of 61 series"
-    assert "i0" not in set(drawn(chart)["implementation"])
-    assert "title" not in scaling(one).to_dict()
+    assert chart.spec["title"]["text"] == "drawn: 240 of 243 points, 60 of 61 series"
+    assert "i0" not in {row["implementation"] for row in chart.rows}
+    assert scaling(one).spec["title"] is None
