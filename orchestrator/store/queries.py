@@ -23,7 +23,7 @@ from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.store import models
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
-from orchestrator.store.views import AGAIN, HAPPENED, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
+from orchestrator.store.views import AGAIN, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
@@ -77,8 +77,11 @@ def runs(
     """
     within = [Run.created_at >= since] if since else []
     within += [Run.created_at < until] if until else []
-    equal = ((Run.kind, kind), (HAPPENED, state and RunState(state)), (Run.origin, origin and Origin(origin)))
-    within += [column == value for column, value in equal if value is not None]
+    within += [Run.kind == kind] if kind else []
+    within += [Run.origin == Origin(origin)] if origin else []
+    happened = RunState(state) if state else None
+    if happened:  # as it is stored; a run that is done may have failed
+        within.append(Run.state.in_({happened, RunState.DONE} if happened is RunState.FAILED else {happened}))
     if run_ids is not None:
         within.append(Run.id.in_(run_ids))
     if text:
@@ -93,8 +96,8 @@ def runs(
     if card:
         of_card = select(Point.run_id).join(Point.outcome).join(Environment)
         within.append(Run.id.in_(of_card.where(Environment.gpu.icontains(card, autoescape=True))))
-    chosen = select(Run.id).where(*within).order_by(*_NEWEST_FIRST).limit(limit)
-    return _frame(store, runs_of(chosen).order_by(*_NEWEST_FIRST))
+    chosen = select(Run.id).where(*within).order_by(*_NEWEST_FIRST).limit(None if happened else limit)
+    return _frame(store, runs_of(chosen, happened).order_by(*_NEWEST_FIRST).limit(limit))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:

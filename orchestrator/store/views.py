@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import (
-    Case,
     Column,
-    ColumnElement,
     Double,
     Enum,
     MetaData,
@@ -14,7 +12,6 @@ from sqlalchemy import (
     Table,
     and_,
     case,
-    exists,
     func,
     literal,
     literal_column,
@@ -82,24 +79,11 @@ _ANSWERS = and_(Attempt.state.in_(FAILED), Point.answers.contains(Attempt.state)
 _FAILS = and_(Attempt.state.in_(FAILED), or_(Point.answers.is_(None), ~Point.answers.contains(Attempt.state)))
 
 
-def _some(condition: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Whether a run has a point whose outcome is so."""
-    outcome = and_(Attempt.point_id == Point.id, Attempt.number == Point.attempt)
-    return exists().where(Point.run_id == Run.id, outcome, condition).correlate(Run)
+def runs_of(chosen: Select | None = None, state: RunState | None = None) -> Select:
+    """Runs with their point counts, of those whose ids are chosen: the points of others are not read.
 
-
-def _happened(none_ok: ColumnElement[bool]) -> Case[RunState]:
-    """A run's state by what happened: failed where all that was measured failed, though the run went on to its end."""
-    done = and_(Run.state == RunState.DONE, Run.origin == Origin.MEASURED)
-    return case((and_(done, none_ok), literal(RunState.FAILED, Run.state.type)), else_=Run.state)
-
-
-HAPPENED = _happened(and_(_some(_FAILS), ~_some(Attempt.state == PointState.OK)))
-"""The same where points are not counted."""
-
-
-def runs_of(chosen: Select | None = None) -> Select:
-    """Runs with their point counts, of those whose ids are chosen: the points of others are not read."""
+    `state` is what happened: failed where all that was measured failed, though the run went on to its end.
+    """
     ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
     counted = {"failed": _FAILS, "answered": _ANSWERS, **{each.value: Attempt.state == each for each in ends}}
     measured_again = and_(AGAIN, Newest.state.in_((PointState.PENDING, PointState.RUNNING)))
@@ -118,7 +102,8 @@ def runs_of(chosen: Select | None = None) -> Select:
         .group_by(Point.run_id)
     )
     tally = (points if chosen is None else points.where(Point.run_id.in_(chosen))).subquery()
-    happened = _happened(and_(tally.c.failed > 0, tally.c.ok == 0))
+    none_ok = and_(Run.state == RunState.DONE, Run.origin == Origin.MEASURED, tally.c.failed > 0, tally.c.ok == 0)
+    happened = case((none_ok, literal(RunState.FAILED, Run.state.type)), else_=Run.state)
     counts = ("points", "ok", "failed", "answered", "skipped", "running", "pending", "cancelled", "again")
     columns = (
         *(Run.id.label("run_id"), Run.name, Run.kind, Run.origin, Run.source, happened.label("state")),
@@ -128,6 +113,7 @@ def runs_of(chosen: Select | None = None) -> Select:
         *(Run.person, Run.tags, Run.notes, Run.host, Run.submission_id, Run.resumed),
     )
     joined = select(*columns).join(tally, tally.c.run_id == Run.id, isouter=True)
+    joined = joined if state is None else joined.where(happened == state)
     return joined if chosen is None else joined.where(Run.id.in_(chosen))
 
 
