@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from orchestrator.execute.supervisor import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
 from orchestrator.store import Store, journal, queries
+from orchestrator.store.models import Point as PlannedPoint
 from orchestrator.store.records import (
     EventRecord,
     MetricData,
@@ -34,6 +35,7 @@ from orchestrator.store.records import (
     StartRecord,
     now,
 )
+from orchestrator.store.store import end_attempt, plan_attempt, start_attempt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -101,26 +103,25 @@ class Plan:
         if before is None:
             self._begin(point_id, point, key, attempt=1)
             return
-        latest = (before.again or before).state
-        ended: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id}  # ends its latest attempt
-        settled = before.state is PointState.OK or (
-            before.state is PointState.SKIPPED and point.skip_reason is not None
+        counting, newest = before.attempts[before.attempt], before.attempts[max(before.attempts)]
+        settled = counting.state is PointState.OK or (
+            counting.state is PointState.SKIPPED and point.skip_reason is not None
         )
-        if not self._again and before.again is None:  # not asked for again, by this resume or an interrupted one
-            settled |= before.state in FAILED and before.state.settles
+        if not self._again and newest is counting:  # not asked for again, by this resume or an interrupted one
+            settled |= counting.state in FAILED and counting.state.settles
+        ended: dict[str, Any] = {"run_id": run.run_id, "point_id": point_id, "attempt": newest.number}
         if settled:
-            if before.key == key:
-                self._settle(point, before.state, before.reason, before.metrics)
-                if not latest.ended:  # planned for other sources or another machine
-                    ended["attempt"] = before.attempt + (latest is PointState.PENDING)
+            if counting.key == key:
+                self._settle(point, counting.state, counting.reason, self._old.metrics.get(point_id, {}))
+                if not newest.state.ended:  # planned for other sources or another machine
                     reason = "not needed: the point has an outcome with the sources and the machine as they are"
                     self.records.append(OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
                 return
-            self._changed += before.again is None or before.again.key != key  # else reported before
-        if latest is PointState.RUNNING:
+            self._changed += newest is counting or newest.key != key  # else reported before
+        if newest.state is PointState.RUNNING:
             reason = "the run's driver ended before this attempt did"
-            self.records.append(OutcomeRecord(**ended, attempt=before.attempt, state=PointState.LOST, reason=reason))
-        self._begin(point_id, point, key, attempt=before.attempt + 1)
+            self.records.append(OutcomeRecord(**ended, state=PointState.LOST, reason=reason))
+        self._begin(point_id, point, key, attempt=newest.number + (newest.state is not PointState.PENDING))
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
         self.settled[state] += 1
@@ -181,43 +182,13 @@ class Plan:
             self.records.append(EventRecord(run_id=run.run_id, level="warning", message=message))
 
 
-@dataclass(frozen=True)
-class PointHistory:
-    """A point's latest state in a run's records; measured again, it keeps its outcome until it has a new one."""
-
-    key: str
-    label: str
-    state: PointState
-    attempt: int = 0  # number of its latest attempt
-    # A later attempt without an outcome (pending, running, lost or cancelled) than the one that key and state are of.
-    again: PointHistory | None = None
-    reason: str | None = None  # of the outcome
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the outcome, by name
-
-    def after(self, record: PointRecord | StartRecord | OutcomeRecord) -> PointHistory:
-        """The history with a further record."""
-        if isinstance(record, PointRecord):
-            planned = PointHistory(record.key, record.label, record.state)
-            # A skipped point is not attempted further.
-            attempt = max(self.attempt, record.attempt + (record.state is PointState.SKIPPED))
-            if self.state.settles and record.state is PointState.PENDING:
-                return replace(self, attempt=attempt, again=planned)
-            return replace(planned, attempt=attempt)
-        started = isinstance(record, StartRecord)
-        state = PointState.RUNNING if started else record.state
-        if self.again and (started or not (record.final and state.settles)):
-            return replace(self, attempt=record.attempt, again=replace(self.again, state=state))
-        now_ended = {} if started else {"reason": record.reason, "metrics": {m.name: m.value for m in record.metrics}}
-        key = (self.again or self).key
-        return replace(self, key=key, state=state, attempt=record.attempt, again=None, **now_ended)
-
-
 @dataclass
 class History:
-    """A run's latest state in its records: those of its journal, or of the database."""
+    """A run's latest state in its records: those of its journal, or of the database, by whose rules they add up."""
 
     run: RunRecord
-    points: dict[str, PointHistory] = field(default_factory=dict)
+    points: dict[str, PlannedPoint] = field(default_factory=dict)  # with their attempts, by id
+    metrics: dict[str, Mapping[str, float]] = field(default_factory=dict)  # of the outcomes that count, by point id
 
 
 def points_of(
@@ -297,11 +268,13 @@ def history(records: Iterable[Record]) -> History | None:
         if isinstance(record, RunRecord):
             found.run = record
         elif isinstance(record, PointRecord):
-            unknown = PointHistory(record.key, record.label, PointState.PENDING)
-            found.points[record.point_id] = found.points.get(record.point_id, unknown).after(record)
-        elif isinstance(record, StartRecord | OutcomeRecord) and record.point_id in found.points:
+            plan_attempt(found.points.setdefault(record.point_id, PlannedPoint(id=record.point_id)), record, None)
+        elif isinstance(record, StartRecord | OutcomeRecord) and (point := found.points.get(record.point_id)):
             # Else the line of its plan is lost; the database may have it.
-            found.points[record.point_id] = found.points[record.point_id].after(record)
+            if isinstance(record, StartRecord):
+                start_attempt(point, record)
+            elif end_attempt(point, record) and point.attempt == record.attempt:
+                found.metrics[record.point_id] = {metric.name: metric.value for metric in record.metrics}
     return found
 
 
@@ -344,9 +317,14 @@ def check_complete(store: Store, old: History) -> None:
     run_id = old.run.run_id
     run, attempts = queries.run(store, run_id), queries.attempts(store, run_id)
     resumed = run["resumed"] if run else 0
-    known = {point_id: point.attempt for point_id, point in old.points.items()}
+    begun = {
+        (point_id, number)
+        for point_id, point in old.points.items()
+        for number, attempt in point.attempts.items()
+        if attempt.state is not PointState.PENDING
+    }
     started = attempts.loc[attempts["started_at"].notna(), ["point_id", "number"]].itertuples(index=False)
-    lacking = len({point_id for point_id, number in started if number > known.get(point_id, 0)})
+    lacking = len({point_id for point_id, number in started if (point_id, number) not in begun})
     if resumed > old.run.resumed or lacking:
         store.end_lease(run_id)
         raise UserError(

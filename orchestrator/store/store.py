@@ -230,21 +230,25 @@ def _plans(session: Session, records: Sequence[PointRecord]) -> None:
         if point is None:
             point = points[record.point_id] = Point(id=record.point_id, run_id=record.run_id)
             session.add(point)
-        number = record.attempt + 1
-        attempt = point.attempts.get(number)
-        if attempt is None:
-            attempt = point.attempts[number] = Attempt(number=number)
-        elif attempt.state not in _UNSTARTED or record.resumed <= attempt.resumed:
-            continue
-        attempt.state, attempt.reason, attempt.resumed = record.state, record.reason, record.resumed
-        attempt.settled, attempt.ended_at = record.state.settles, record.at if record.state.ended else None
-        attempt.key, attempt.git_commit = record.key, commits[record.run_id]
-        attempt.route = {}
-        if number == max(point.attempts):
-            point.number, point.label, point.config = record.index, record.label, record.config
-            point.estimate_bytes, point.answers = record.estimate_bytes, " ".join(record.answers) or None
-            _set_axes(point, record)
-        _choose_attempt(point)
+        plan_attempt(point, record, commits[record.run_id])
+
+
+def plan_attempt(point: Point, record: PointRecord, commit: str | None) -> None:
+    """Plan an attempt at a point: a new one, or anew by a later resumption while it has not begun."""
+    number = record.attempt + 1
+    attempt = point.attempts.get(number)
+    if attempt is None:
+        attempt = point.attempts[number] = Attempt(number=number)
+    elif attempt.state not in _UNSTARTED or record.resumed <= attempt.resumed:
+        return
+    attempt.state, attempt.reason, attempt.resumed = record.state, record.reason, record.resumed
+    attempt.settled, attempt.ended_at = record.state.settles, record.at if record.state.ended else None
+    attempt.key, attempt.git_commit, attempt.route = record.key, commit, {}
+    if number == max(point.attempts):
+        point.number, point.label, point.config = record.index, record.label, record.config
+        point.estimate_bytes, point.answers = record.estimate_bytes, " ".join(record.answers) or None
+        _set_axes(point, record)
+    _choose_attempt(point)
 
 
 def _set_axes(point: Point, record: PointRecord) -> None:
@@ -264,12 +268,16 @@ def _set_axes(point: Point, record: PointRecord) -> None:
 def _starts(session: Session, records: Sequence[StartRecord]) -> None:
     points = _existing(session, records)
     for record in records:
-        point = points[record.point_id]
-        attempt = _attempt(point, record.attempt)
-        if attempt.state is PointState.PENDING:
-            attempt.state, attempt.node = PointState.RUNNING, record.node
-            attempt.started_at = attempt.heartbeat_at = record.at
-            _choose_attempt(point)
+        start_attempt(points[record.point_id], record)
+
+
+def start_attempt(point: Point, record: StartRecord) -> None:
+    """Start an attempt at a point, if it waits for that."""
+    attempt = _attempt(point, record.attempt)
+    if attempt.state is PointState.PENDING:
+        attempt.state, attempt.node = PointState.RUNNING, record.node
+        attempt.started_at = attempt.heartbeat_at = record.at
+        _choose_attempt(point)
 
 
 def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
@@ -283,16 +291,8 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
     _insert_new(session, Environment, list(environments.values()))
     metrics = []
     for record in records:
-        point = points[record.point_id]
-        attempt = _attempt(point, record.attempt)
-        if attempt.state not in _UNENDED:
+        if not end_attempt(points[record.point_id], record):
             continue
-        attempt.state, attempt.reason = record.state, record.reason
-        attempt.settled = record.final and record.state.settles
-        attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
-        attempt.route = dict(record.route)
-        attempt.environment_id = _digest(record.environment) if record.environment else None
-        _choose_attempt(point)
         of = {"point_id": record.point_id, "attempt": record.attempt}
         for metric in record.metrics:
             # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
@@ -301,6 +301,20 @@ def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
     session.flush()
     if metrics:  # with RETURNING, as in `_insert_new`
         session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
+
+
+def end_attempt(point: Point, record: OutcomeRecord) -> bool:
+    """End an attempt at a point. Returns whether it had not ended before."""
+    attempt = _attempt(point, record.attempt)
+    if attempt.state not in _UNENDED:
+        return False
+    attempt.state, attempt.reason = record.state, record.reason
+    attempt.settled = record.final and record.state.settles
+    attempt.started_at, attempt.ended_at = record.started_at or attempt.started_at, record.at
+    attempt.route = dict(record.route)
+    attempt.environment_id = _digest(record.environment) if record.environment else None
+    _choose_attempt(point)
+    return True
 
 
 def _attempt(point: Point, number: int) -> Attempt:

@@ -79,7 +79,8 @@ class Sweep:
         if self.process is not None or not self.codes or self.codes[-1] != 0 or self.run_id is None:
             return False
         found = self.history(self.path.parent)
-        return found is not None and [p.state for p in found.points.values()] == [PointState.OK] * self.points
+        points = [] if found is None else found.points.values()
+        return [point.attempts[point.attempt].state for point in points] == [PointState.OK] * self.points
 
     def look(self, env: Callable[[], Mapping[str, str]], *, able: bool) -> str | None:
         """Start a driver if there is none and the cluster is `able` to serve it; return what happened."""

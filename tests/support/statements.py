@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pandas as pd
 from sqlalchemy import Engine, event, select
 
+from orchestrator.run.plan import History
 from orchestrator.store import Store
 from orchestrator.store.models import Base
 from orchestrator.store.views import v_gate
@@ -49,3 +51,12 @@ def verdicts_of(store: Store, run_id: str | None = None) -> pd.DataFrame:
 
 
 _COUNTED = {("metric", "id"), ("artifact", "id")}
+
+
+def attempts_of(history: History) -> dict[str, Any]:
+    """What a resume goes by: each point's attempts, and the figures of its outcome."""
+    attempts = {
+        point_id: {number: (one.state, one.settled, one.key) for number, one in point.attempts.items()}
+        for point_id, point in history.points.items()
+    }
+    return {**attempts, "metrics": history.metrics}

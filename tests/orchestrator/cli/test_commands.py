@@ -69,7 +69,8 @@ class TestWithResults:
         assert "marked 4 unfinished points" in nsa("cancel", "r2").out
         found = plan.history(journal.read(path))
         assert found is not None
-        assert {(point.state, point.attempt) for point in found.points.values()} == {(PointState.CANCELLED, 1)}
+        ended = {(point.attempt, point.attempts[1].state) for point in found.points.values()}
+        assert ended == {(1, PointState.CANCELLED)}
         assert nsa("import", str(path)).code == 0
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             assert set(queries.points(store, "r2")["state"]) == {"cancelled"}

@@ -126,13 +126,13 @@ def test_other_points_than_the_runs_are_refused() -> None:
             plan.make_plan(RUN, points, CPU, _further, old)
 
 
-def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None], **changes: object) -> plan.Plan:
-    """The plan of a run of two points that were ok, resumed; the first with changes of its history."""
+def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None]) -> plan.Plan:
+    """The plan of a run of two points that were ok, resumed."""
     points = [_size(0), _size(1)]
     old = plan.history(plan.make_plan(then, points, CPU).records)
     assert old is not None
-    old.points = {name: replace(point, state=PointState.OK, attempt=1) for name, point in old.points.items()}
-    old.points["r/0"] = replace(old.points["r/0"], **changes)
+    for point in old.points.values():
+        point.attempts[1].state, point.attempts[1].settled = PointState.OK, True
     return plan.make_plan(now, points, {None: machine}, old=old)
 
 
