@@ -16,7 +16,6 @@ from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.judge.branches import BranchShares, take_overs
 from orchestrator.judge.growth import MIN_LENGTHS
 from orchestrator.report import charts, series
-from orchestrator.report.scaling_chart import drawable, scaling_chart
 from orchestrator.store import Store
 
 MEMORY = tuple(quantity.name for quantity in declared.MEMORY)  # a chart needs only one kind of memory
@@ -211,7 +210,7 @@ def _draw(panels: Sequence[tuple[str, Quantity, pd.DataFrame]], fits: pd.DataFra
         pair = panels[first : first + 2]
         for column, (title, quantity, rows) in zip(st.columns(min(2, len(panels)), gap="medium"), pair, strict=False):
             with column:
-                shown = drawable(rows, quantity)
+                shown = charts.drawable(rows, quantity)
                 if shown.empty:
                     st.caption(f"{parts.plain(title)}: a logarithmic axis can show none of the values, such as zero.")
                     continue
@@ -220,7 +219,7 @@ def _draw(panels: Sequence[tuple[str, Quantity, pd.DataFrame]], fits: pd.DataFra
                     found = sorted({value for value in shown[name] if isinstance(value, str)})
                     common += [", ".join(found)] if 0 < len(found) <= 3 else []
                 common += ["CPU"] if set(shown["device"]) == {"cpu"} else []
-                chart = scaling_chart(shown, fits, quantity, [title, " · ".join(common)])
+                chart = charts.scaling_chart(shown, fits, quantity, [title, " · ".join(common)])
                 height = CHART_HEIGHT + 26 * len(set(shown["implementation"]))
                 grids.chart(chart, height=height, alt=f"{title}: {quantity.title} against sequence length")
 

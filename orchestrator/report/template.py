@@ -33,7 +33,7 @@ from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import Facts, OutputError, ReportError, growth_chart, write_file
+from orchestrator.report.write import Facts, OutputError, growth_chart, write_file
 from orchestrator.settings import example_spec, load_settings
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import to_csv, to_json
@@ -46,14 +46,14 @@ _NAME = 100  # characters of a picture's title
 def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path | None = None) -> str:
     """The report of these runs in one of FORMATS; with `out`, it is written there, too, in the format of the suffix.
 
-    Markdown has charts only beside a file, HTML in itself. Raises ReportError if there are no runs or a file cannot be
+    Markdown has charts only beside a file, HTML in itself. Raises UserError if there are no runs or a file cannot be
     written.
     """
     format = format if out is None else out.suffix.removeprefix(".")
     if format not in FORMATS:
-        raise ReportError(f"out: '{out}' has an unknown suffix; use .md, .html, .csv or .json")
+        raise UserError(f"out: '{out}' has an unknown suffix; use .md, .html, .csv or .json")
     if not run_ids:
-        raise ReportError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
+        raise UserError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
     if format in ("md", "html"):
         facts = Facts(store, run_ids)
         about = {"title": facts.title, "tables": list(facts.tables())}
@@ -69,7 +69,7 @@ def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path |
 def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out: Path | None = None) -> str:
     """The text of a report's template; with `out`, it and its charts are written there, too.
 
-    The template sees these runs, newest first, and ready specs by `load`. Raises ReportError if it is wrong (the
+    The template sees these runs, newest first, and ready specs by `load`. Raises UserError if it is wrong (the
     message names file and line), or a file cannot be written.
     """
     return _render(path.parent, path.name, Evidence(store, run_ids, load), out)
@@ -77,10 +77,10 @@ def render(store: Store, path: Path, run_ids: Sequence[str], load: LoadSpec, out
 
 def render_folder(store: Store, folder: Path, run_ids: Sequence[str], load: LoadSpec, out: Path) -> list[Path]:
     """Render each template below a folder to the same place below `out`, except parts of others, whose names begin
-    with _. Returns the files. Raises ReportError as `render`, and if there is no template."""
+    with _. Returns the files. Raises UserError as `render`, and if there is no template."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob(f"*{SUFFIX}")) if not path.name.startswith("_")]
     if not names:
-        raise ReportError(f"template: '{folder}' holds no file *{SUFFIX}; name a template or a folder of templates")
+        raise UserError(f"template: '{folder}' holds no file *{SUFFIX}; name a template or a folder of templates")
     evidence = Evidence(store, run_ids, load)
     for name in names:
         _render(folder, name.as_posix(), evidence, out / name.with_suffix(""))
@@ -132,7 +132,7 @@ def _render(
             message = f"the query fails: {in_a_line(getattr(err, 'orig', None) or err)}"
         elif not isinstance(err, UserError) and not type(err).__module__.startswith("jinja2"):
             message = error_in_a_line(err)
-        raise ReportError(f"{place}: {message}") from None
+        raise UserError(f"{place}: {message}") from None
     if ".md" in suffixes:
         rendered = re.sub(r"\n{3,}", "\n\n", rendered)  # what loops and conditions leave
     if out is not None:
@@ -179,7 +179,7 @@ class _Calls:
     def query(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """The rows of a query of the views and tables of docs/database.md, as dictionaries."""
         if not re.match(r"\s*(select|with)\b", sql, re.IGNORECASE):  # ATTACH of SQLite would leave an empty file
-            raise ReportError(f"query: {in_a_line(sql)!r}: is no query; begin with SELECT or WITH")
+            raise UserError(f"query: {in_a_line(sql)!r}: is no query; begin with SELECT or WITH")
         with self._store.engine.connect() as connection:
             return [dict(row) for row in connection.execute(text(sql), parameters).mappings()]
 
@@ -216,12 +216,12 @@ class _Calls:
         rows = queries.scaling(self._store, run_ids=run_ids)
         for name, value in axes.items():
             if name not in rows:
-                raise ReportError(f"chart: {name!r}: is no axis; use one of {', '.join(map(str, rows.columns))}")
+                raise UserError(f"chart: {name!r}: is no axis; use one of {', '.join(map(str, rows.columns))}")
             rows = rows.loc[rows[name] == value]
         quantity = queries.quantities(self._store, run_ids).of(metric)
         drawn = growth_chart(rows, self.fits(run_ids), quantity)
         if drawn is None:
-            raise ReportError(f"chart: {metric!r}: has no rows to draw")
+            raise UserError(f"chart: {metric!r}: has no rows to draw")
         return self.picture(drawn, metric, title or f"{quantity.title} per sequence")
 
     def picture(self, drawn: Any, name: str, title: str) -> Markup:
@@ -253,7 +253,7 @@ class _Calls:
         """A quantity that the runs declare: its title, unit and whether more of it is better."""
         declared = queries.quantities(self._store, self._run_ids)
         if not any(each.declares(name) for each in declared):
-            raise ReportError(f"quantity: {name!r}: no run declares it; use one of {', '.join(declared.names())}")
+            raise UserError(f"quantity: {name!r}: no run declares it; use one of {', '.join(declared.names())}")
         return declared.of(name)
 
 

@@ -20,8 +20,7 @@ from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
-from orchestrator.report.charts import kind_charts
-from orchestrator.report.scaling_chart import drawable, scaling_chart
+from orchestrator.report.charts import drawable, kind_charts, scaling_chart
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import load_settings
@@ -33,11 +32,7 @@ _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dt
 _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
 
 
-class ReportError(UserError):
-    """The report cannot be written; the message names field, value and fix."""
-
-
-class OutputError(ReportError):
+class OutputError(UserError):
     """A file of the report cannot be written."""
 
 

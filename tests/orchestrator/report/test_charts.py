@@ -12,7 +12,6 @@ import vl_convert
 from jobs.schema.quantities import SHARED
 from orchestrator.judge.analysis import fits_frame, scaling_fits
 from orchestrator.report import charts
-from orchestrator.report.scaling_chart import scaling_chart
 from orchestrator.report.series import look
 from orchestrator.store import Store, queries
 
@@ -35,7 +34,7 @@ def fitted(rows: Any) -> Any:
 
 
 def scaling(rows: Any, metric: str = "time", fits: Any = NONE) -> charts.Chart:
-    return scaling_chart(rows, fits, SHARED.of(metric))
+    return charts.scaling_chart(rows, fits, SHARED.of(metric))
 
 
 def series(chart: charts.Chart) -> list[str]:

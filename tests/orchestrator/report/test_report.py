@@ -15,8 +15,8 @@ from made_up_runs import ENDED, GOING, SHORT, TEXT, store_hostile_runs
 import orchestrator
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState, RunState
+from orchestrator.errors import UserError
 from orchestrator.report.template import report
-from orchestrator.report.write import ReportError
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import RunEndRecord
@@ -148,7 +148,7 @@ def test_a_run_that_failed_before_its_first_point_says_why_and_names_no_device(s
     ],
 )
 def test_bad_requests_are_named(sqlite_store: Store, call, message: str):
-    with pytest.raises(ReportError, match=message):
+    with pytest.raises(UserError, match=message):
         call(sqlite_store)
 
 

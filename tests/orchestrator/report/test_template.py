@@ -9,9 +9,9 @@ import pytest
 
 from jobs.schema.states import PointState
 from jobs.specs.load import load_spec
+from orchestrator.errors import UserError
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.report.template import render, render_folder
-from orchestrator.report.write import ReportError
 from orchestrator.store import Store, queries
 
 RUN = "20261120-120000-demo-abcd"
@@ -95,7 +95,7 @@ def test_a_chart_is_written_beside_the_report(rendered: Render, tmp_path: Path, 
     ],
 )
 def test_a_mistake_is_told_in_a_line_with_file_and_line(rendered: Render, text: str, message: str) -> None:
-    with pytest.raises(ReportError) as caught:
+    with pytest.raises(UserError) as caught:
         rendered(text)
     told = str(caught.value)
     assert message in told
@@ -112,5 +112,5 @@ def test_a_folder_is_rendered_without_its_parts(filled: Store, tmp_path: Path) -
     written = render_folder(filled, templates, ids, lambda file, given: None, out)
     assert written == [out / "more" / "page.md", out / "page.md"]
     assert [path.read_text() for path in written] == ["**1**\n", "2,048\n"]
-    with pytest.raises(ReportError, match=r"holds no file \*\.j2; name a template"):
+    with pytest.raises(UserError, match=r"holds no file \*\.j2; name a template"):
         render_folder(filled, out, ids, lambda file, given: None, out)
