@@ -30,29 +30,25 @@ _PIECE = 1000  # samples of a record
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class ExportError(UserError):
-    """The file cannot be written; the message names it and the fix."""
-
-
 def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
-    """Write the runs to `path` as its suffix says (.csv, .json). Returns what was written. Raises ExportError."""
+    """Write the runs to `path` as its suffix says (.csv, .json). Returns what was written. Raises UserError."""
     if path.suffix not in (".csv", ".json"):
-        raise ExportError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
+        raise UserError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
     text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
     try:
         write_output(path, text)
     except OSError as err:
-        raise ExportError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+        raise UserError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
     return f"{path}: {len(run_ids)} run(s), {len(queries.states(store, run_ids=run_ids))} points"
 
 
 def export_journal(store: Store, run_id: str, path: Path) -> str:
     """Write the journal of a run from the database, where the run's own is lost. Returns what was written.
 
-    Raises ExportError if there is a file already, JournalError if it cannot be written.
+    Raises UserError if there is a file already, JournalError if it cannot be written.
     """
     if os.path.exists(path):
-        raise ExportError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
+        raise UserError(f"--journal: '{path}' exists; move it away first, or give --out FILE.jsonl")
     with Journal(path) as journal:
         journal.append(records(store, run_id))
     return f"{path}: 1 run(s), {len(queries.states(store, run_ids=[run_id]))} points"

@@ -24,10 +24,6 @@ from orchestrator.store.store import Store, apply
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 
 
-class ImportFileError(UserError):
-    """The file cannot be imported; the message names it, the mistake and the fix."""
-
-
 def import_file(store: Store, path: Path) -> str:
     """Store the journal (.jsonl, .jsonl.gz) or reported table (.csv) at `path`; doing it again adds no duplicates.
 
@@ -35,12 +31,12 @@ def import_file(store: Store, path: Path) -> str:
     is stored; StoreUnavailable.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # a device may have no end, a pipe no beginning
-        raise ImportFileError(f"file: '{path}' is no file; give a journal (.jsonl, .jsonl.gz) or a CSV")
+        raise UserError(f"file: '{path}' is no file; give a journal (.jsonl, .jsonl.gz) or a CSV")
     if path.name.endswith((".jsonl", journal.COMPRESSED)):
         return _import_journal(store, path)
     if path.suffix == ".csv":
         return _import_table(store, path)
-    raise ImportFileError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
+    raise UserError(f"file: '{path}' is neither .jsonl nor .csv; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
 def _import_journal(store: Store, path: Path) -> str:
@@ -69,18 +65,18 @@ def _import_journal(store: Store, path: Path) -> str:
     except (StoreUnavailable, BrokenStoreError):
         raise
     except StoreError as err:
-        raise ImportFileError(f"file: '{path}': {err}; nothing of the file is stored") from None
+        raise UserError(f"file: '{path}': {err}; nothing of the file is stored") from None
     if not run_id:
-        raise ImportFileError(
+        raise UserError(
             f"file: '{path}' holds no records; write it again from the run's database: nsa export RUN --journal"
         )
     return f"{path}: 1 {origin} run(s), {len(points)} points, {metrics} metrics"
 
 
 def _check_first(session: Session, first: RunRecord, path: Path, database: str) -> None:
-    """Raise ImportFileError if a journal's first record cannot be of the run that is stored under its id."""
+    """Raise UserError if a journal's first record cannot be of the run that is stored under its id."""
     if first.at > now() + timedelta(days=1):  # it would be the newest evidence for ever
-        raise ImportFileError(
+        raise UserError(
             f"file: '{path}': begins on {first.at:%Y-%m-%d}, in the future; set the clock of its host, or this one's, "
             "and measure again"
         )
@@ -90,7 +86,7 @@ def _check_first(session: Session, first: RunRecord, path: Path, database: str) 
     same = (stored.name, stored.kind, stored.origin) == (first.name, first.kind, first.origin)
     # A journal that begins with a resumption has lost its earlier lines.
     if not same or not (first.resumed or stored.created_at == first.at):
-        raise ImportFileError(
+        raise UserError(
             f"file: '{path}' is of another run than the {first.run_id!r} in {database}, "
             f"a {stored.kind} of {stored.created_at:%Y-%m-%d %H:%M:%S} UTC; use another database"
         )
@@ -103,9 +99,9 @@ def _import_table(store: Store, path: Path) -> str:
     except ValidationError as err:  # a text or a number that no column holds
         mistake = err.errors(include_url=False)[0]
         what = f"{'.'.join(map(str, mistake['loc']))}: {shown(mistake['input'])}: {mistake['msg']}"
-        raise ImportFileError(f"file: '{path}': {what}; correct the cell") from None
+        raise UserError(f"file: '{path}': {what}; correct the cell") from None
     if not any(run.points or run.notes for run, _ in runs):
-        raise ImportFileError(f"file: '{path}' holds no result; give a CSV with a row below its header")
+        raise UserError(f"file: '{path}' holds no result; give a CSV with a row below its header")
     unchanged = True
     with store.session(writes=True) as session:
         for run, records in runs:
@@ -125,25 +121,25 @@ def _import_table(store: Store, path: Path) -> str:
 
 
 def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
-    """The rows of a table, each with its file and line, and their reader. Raises ImportFileError."""
+    """The rows of a table, each with its file and line, and their reader. Raises UserError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.reader(file)
             columns = cells = [from_csv_cell(name) for name in next(lines, [])]
             read = next((reader for known, reader in reported.LAYOUTS if known <= set(columns)), None)
             if read is None:
-                raise ImportFileError(
+                raise UserError(
                     f"file: '{path}' has unknown columns ({in_a_line(', '.join(columns[:6])) or 'none'}); use one of "
                     "the layouts in docs/database.md"
                 )
             if twice := next((name for name in columns if name and columns.count(name) > 1), None):
-                raise ImportFileError(f"file: '{path.name}' line 1: {twice!r}: is named twice; rename or remove one")
+                raise UserError(f"file: '{path.name}' line 1: {twice!r}: is named twice; rename or remove one")
             rows = []
             text_of = cache(from_csv_cell)  # one text for all equal cells: most cells of a table repeat others
             for cells in lines:
                 place = f"{path.name} line {lines.line_num}"
                 if len(cells) > len(columns):  # 1,095 without quotes was stored as 1, and all after it one column off
-                    raise ImportFileError(
+                    raise UserError(
                         f"file: '{path.name}' line {lines.line_num}: {shown(','.join(cells))}: has {len(cells)} cells "
                         f"for {len(columns)} columns; quote the comma in a cell"
                     )
@@ -151,11 +147,11 @@ def _rows(path: Path) -> tuple[reported.Reader, list[reported.Row]]:
                 rows += [reported.Row(filled, file=place)] if cells else []
             ended = os.pread(file.fileno(), 1, max(0, os.fstat(file.fileno()).st_size - 1)) in (b"\n", b"\r")
             if not ended and len(cells) < len(columns):  # cut off, perhaps in a number
-                raise ImportFileError(
+                raise UserError(
                     f"file: '{path.name}' ends in line {lines.line_num}, in the cell {len(cells)} of {len(columns)}; "
                     "give the whole file"
                 )
             return read, rows
     except (OSError, UnicodeDecodeError, csv.Error) as err:
         reason = err.strerror if isinstance(err, OSError) else in_a_line(err)
-        raise ImportFileError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None
+        raise UserError(f"file: '{path}' cannot be read ({reason}); give a CSV of reported results") from None

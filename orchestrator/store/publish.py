@@ -32,19 +32,15 @@ _PRIVATE = (rec.ArtifactRecord, rec.LabelRecord)
 _PLATFORM = re.compile(r"(\w+)-.*-(\w+-with-.*)")  # system, release, machine, C library
 
 
-class PrivateError(UserError):
-    """A journal that cannot be published. One line: field, value, fix."""
-
-
 def take_in(path: Path, folder: Path = DATA) -> Path:
     """Write the public form of the journal at `path` to `folder`; the same journal gives the same bytes.
 
-    Raises JournalError if it cannot be read, PrivateError if its run has not ended or what is private must stay.
+    Raises JournalError if it cannot be read, UserError if its run has not ended or what is private must stay.
     """
     records = list(journal.read(path))
     run = next((record for record in records if isinstance(record, rec.RunRecord)), None)
     if run is None or not isinstance(records[-1], rec.RunEndRecord):
-        raise PrivateError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
+        raise UserError(f"JOURNAL: {str(path)!r}: has no run that ended; give the journal of one that did")
     content = "".join(f"{line}\n" for line in public_lines(path, records)).encode()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{run.run_id}{journal.COMPRESSED}"
@@ -53,7 +49,7 @@ def take_in(path: Path, folder: Path = DATA) -> Path:
 
 
 def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
-    """The lines of the public form of a journal's records, without the files of points. Raises PrivateError."""
+    """The lines of the public form of a journal's records, without the files of points. Raises UserError."""
     names: dict[str | None, None] = {}
     for record in records:
         match record:
@@ -73,7 +69,7 @@ def public_lines(path: Path, records: Sequence[Record]) -> list[str]:
     for number, line in enumerate(lines, 1):
         for pattern, what in private.items():
             if found := pattern.search(line):
-                raise PrivateError(
+                raise UserError(
                     f"JOURNAL: {str(path)!r}: record {number} holds {what}, {found[0]!r}, where none can be replaced; "
                     "give the journal of a run without it"
                 )

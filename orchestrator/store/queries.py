@@ -244,28 +244,23 @@ def events(store: Store, run_id: str) -> pd.DataFrame:
 def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
     """Rows of the view v_scaling: time, throughput and memory against S, a row per ok point and metric."""
     order = ("run_id", "implementation", "workload", "pass", "seq_len", "metric", "point_id")
-    return _view(store, v_scaling, run_ids, origin, order)
+    query = _view(v_scaling, run_ids, *order)
+    return _frame(store, query if origin is None else query.where(v_scaling.c.origin == Origin(origin).value))
 
 
-def measurements(
-    store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None
-) -> pd.DataFrame:
+def measurements(store: Store, *, run_ids: Sequence[str] | None = None) -> pd.DataFrame:
     """Rows of the view v_metrics: all metrics of the ok points."""
-    return _view(store, v_metrics, run_ids, origin, ("run_id", "point_id", "metric"))
+    return _frame(store, _view(v_metrics, run_ids, "run_id", "point_id", "metric"))
 
 
-def states(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origin | str | None = None) -> pd.DataFrame:
+def states(store: Store, *, run_ids: Sequence[str] | None = None) -> pd.DataFrame:
     """Rows of the view v_points: state and reason of every point."""
-    return _view(store, v_points, run_ids, origin, ("run_id", "number"))
+    return _frame(store, _view(v_points, run_ids, "run_id", "number"))
 
 
-def _view(
-    store: Store, view: Table, run_ids: Sequence[str] | None, origin: Origin | str | None, order: Sequence[str]
-) -> pd.DataFrame:
+def _view(view: Table, run_ids: Sequence[str] | None, *order: str) -> Select:
     query = select(view).order_by(*(view.c[name] for name in order))
-    if run_ids is not None:
-        query = query.where(view.c.run_id.in_(run_ids))
-    return _frame(store, query if origin is None else query.where(view.c.origin == Origin(origin).value))
+    return query if run_ids is None else query.where(view.c.run_id.in_(run_ids))
 
 
 def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities:

@@ -1,4 +1,4 @@
-"""Tables of figures reported elsewhere: early reports, peers, a peer's stages, our own export.
+"""Tables of figures reported elsewhere: a quantity a row as in our own export, peers, a peer's stages.
 
 A table's header identifies its layout. Reported runs have origin `reported` and the dates of the report; they are
 never fitted together with measured ones.
@@ -10,42 +10,18 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any
 
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.plain_text import shown
-from jobs.schema.quantities import (
-    GPU_UTILIZATION,
-    PEAK_DRIVER,
-    PEAK_EXTRA_MEMORY,
-    PEAK_MEMORY,
-    STAGE,
-    THROUGHPUT,
-    TIME,
-    Quantity,
-)
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY, STAGE, TIME, Quantity
 from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.errors import UserError
 from orchestrator.store import records as rec
 
-# Name in the reports -> our quantity, and the factor from their unit to ours.
-_SEED_METRICS = {
-    "memory_allocated": (PEAK_MEMORY, 1.0),
-    "memory_used": (PEAK_DRIVER, 1.0),
-    "elapsed": (TIME, 1000.0),
-    "throughput": (THROUGHPUT, 1.0),
-    "gpu_utilization": (GPU_UTILIZATION, 1.0),
-}
-_SEED_CONFIG = ("layers", "dim", "heads", "kv_groups", "batch", "seq_len")
-_SEED_SAME = ("gpu", "torch", "implementation", "pass", *_SEED_CONFIG, "branch", "selection_backend", "sliding_backend")
 _ENVIRONMENT = ("gpu", "torch", "triton")
-
-
-class ReportedError(UserError):
-    """The table cannot be imported; the message names file and line, value and fix."""
 
 
 class Row(dict[str, str]):
@@ -54,8 +30,8 @@ class Row(dict[str, str]):
     def __missing__(self, name: str) -> str:
         return ""
 
-    def error(self, name: str, problem: str) -> ReportedError:
-        return ReportedError(f"{self['file']}: {name}: {problem}")
+    def error(self, name: str, problem: str) -> UserError:
+        return UserError(f"{self['file']}: {name}: {problem}")
 
     def number(self, name: str) -> float | None:
         """The cell as a number; None if empty."""
@@ -89,7 +65,7 @@ class Row(dict[str, str]):
         try:
             return PointState(self[name])
         except ValueError:
-            raise self.error(name, f"{self[name]!r} is unknown; use ok, hang, timeout or target") from None
+            raise self.error(name, f"{shown(self[name])} is unknown; use one of {', '.join(PointState)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +80,6 @@ class ReportedPoint:
     state: PointState = PointState.OK
     reason: str | None = None
     estimate_bytes: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,8 +100,8 @@ class ReportedRun:
         for number, point in enumerate(self.points):
             about = {"run_id": self.run_id, "at": point.at, "point_id": f"{self.run_id}/{number}"}
             key = hashlib.sha256(f"{self.run_id}{point.label}{number}".encode()).hexdigest()[:16]
-            planned = {name: getattr(point, name) for name in ("label", "config", "axes", "estimate_bytes")}
-            rest.append(rec.PointRecord(**about, index=number, key=key, **planned))
+            planned = {name: getattr(point, name) for name in ("label", "axes", "estimate_bytes")}
+            rest.append(rec.PointRecord(**about, index=number, key=key, config={}, **planned))
             ended = {name: getattr(point, name) for name in ("state", "reason", "environment", "metrics")}
             ends.append(rec.OutcomeRecord(**about, attempt=1, **ended))
         times = [point.at for point in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
@@ -144,78 +119,6 @@ class ReportedRun:
             source=self.source,
         )
         return [begin, *rest]
-
-
-def seeds(rows: list[Row]) -> Iterable[ReportedRun]:
-    """One run per written report, from a table with one quantity per row.
-
-    Rows of one configuration become one point; a repeated quantity starts another point, so contradictory figures stay
-    separate. `hang` and `timeout` become states, a `target` (never measured) a note, an estimate the estimate of its
-    point.
-    """
-    by_source: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_source[row["source"]].append(row)
-    for source, group in by_source.items():
-        estimates: dict[tuple, float | None] = {}
-        points: dict[tuple, list[list[Row]]] = defaultdict(list)
-        notes = []
-        for row in group:
-            if row["metric"] == "memory_estimated":
-                estimates[tuple(row[name] for name in _SEED_CONFIG)] = row.number("value")
-            elif row["status"] == "target":
-                said = f"{row['metric']} {row['value']} {row['unit']} for {row['pass']} at S={row['seq_len']}"
-                notes.append(f"stated as a target, not measured: {said}" + _in_brackets(row["note"]))
-            else:
-                same = points[(*(row[name] for name in _SEED_SAME), row["status"], row["note"])]
-                if not same or row["metric"] in {other["metric"] for other in same[-1]}:
-                    same.append([])
-                same[-1].append(row)
-        all_points = tuple(_seed_point(each, estimates) for each in chain.from_iterable(points.values()))
-        yield ReportedRun(f"reported-{source}", f"report {source[:3]}", "reported", source, all_points, tuple(notes))
-
-
-def _seed_point(rows: list[Row], estimates: dict[tuple, float | None]) -> ReportedPoint:
-    row = rows[0]
-    state = row.state("status")
-    heads, dim, layers, length = (row.integer(name) for name in ("heads", "dim", "layers", "seq_len"))
-    variant = [row["branch"] if row["branch"] != "all" else "", row["selection_backend"], row["sliding_backend"]]
-    implementation = row["implementation"] + _in_brackets(*variant)
-    version = row["torch"] and f"torch {row['torch']}"
-    whole = row["pass"] == "forward+backward" and row["branch"] == "all"
-    estimated = estimates.get(tuple(row[name] for name in _SEED_CONFIG)) if whole else None
-    label = f"{implementation} {row['pass']} {layers} layers dim {row['dim']} S={length}"
-    metrics = []
-    for each in rows if state is PointState.OK else ():
-        value = each.number("value")
-        if each["metric"] not in _SEED_METRICS:
-            raise each.error("metric", f"{each['metric']!r} is unknown; use one of {', '.join(_SEED_METRICS)}")
-        if value is None:
-            raise each.error("value", "'' is missing from an ok row; fill it in or correct the status")
-        quantity, factor = _SEED_METRICS[each["metric"]]
-        metrics.append(_metric(quantity, value * factor, f" {each['metric']}"))
-    return ReportedPoint(
-        label=label + _in_brackets(version, row["note"]),
-        axes={
-            "implementation": implementation,
-            "workload": "model",
-            "pass_": row["pass"],
-            "seq_len": length,
-            "batch": row.integer("batch"),
-            "query_heads": heads,
-            "kv_heads": row.integer("kv_groups"),
-            "head_dim": dim // heads if dim and heads else None,
-            "layers": layers,
-            "device": "cuda",
-        },
-        at=row.time(),
-        environment={name: row[name] for name in _ENVIRONMENT if row[name]},
-        metrics=tuple(metrics),
-        state=state,
-        reason=None if state is PointState.OK else f"reported as {row['status']}" + _in_brackets(row["note"]),
-        estimate_bytes=None if estimated is None else round(estimated * 2**20),
-        config={name: text for name, text in row.items() if name not in ("file", "metric", "value", "unit") and text},
-    )
 
 
 def peers(rows: list[Row]) -> Iterable[ReportedRun]:
@@ -261,14 +164,19 @@ def _peer_point(row: Row, what: str, pass_: str, metrics: list[rec.MetricData], 
 
 
 def exported(rows: list[Row]) -> Iterable[ReportedRun]:
-    """Runs of an `nsa export` CSV from another database (one metric per row); their origin here is `reported`."""
+    """Runs of a table with one metric a row, as `nsa export` writes it; a row without a point is a note of its run.
+
+    Their origin here is `reported`; a run that another database measured gets another id.
+    """
     runs: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         runs[row["run_id"]][row["point_id"]].append(row)
     for run_id, groups in runs.items():
-        first, points = next(iter(groups.values()))[0], tuple(map(_exported_point, groups.values()))
-        source = first["source"] or f"export of {run_id}"
-        yield ReportedRun(f"imported-{run_id}", first["run_name"], first["kind"], source, points)
+        first = next(iter(groups.values()))[0]
+        notes = tuple(row["reason"] for row in groups.pop("", ()))
+        source, points = first["source"] or f"export of {run_id}", tuple(map(_exported_point, groups.values()))
+        name = run_id if run_id.startswith("reported-") else f"imported-{run_id}"
+        yield ReportedRun(name, first["run_name"], first["kind"], source, points, notes)
 
 
 def _exported_point(rows: list[Row]) -> ReportedPoint:
@@ -296,7 +204,7 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
         label=row["label"],
         axes=axes,
         at=row.time("ended_at" if row["ended_at"] else "created_at"),
-        environment={"gpu": row["gpu"]} if row["gpu"] else {},
+        environment={name: row[name] for name in _ENVIRONMENT if row[name]},
         metrics=tuple(metrics.values()),
         state=ended,
         reason=row["reason"] or (None if ended is state else f"was {row['state']} when it was exported"),
@@ -308,16 +216,10 @@ def _metric(quantity: Quantity, value: float, how: str) -> rec.MetricData:
     return rec.MetricData(name=quantity.name, unit=quantity.unit, value=value, method=f"reported{how}")
 
 
-def _in_brackets(*texts: str) -> str:
-    joined = ", ".join(filter(None, texts))
-    return f" ({joined})" if joined else ""
-
-
 Reader = Callable[[list[Row]], Iterable[ReportedRun]]
 LAYOUTS: tuple[tuple[set[str], Reader], ...] = (
     # Columns by which a layout is known, and its reader.
     ({"run_id", "run_name", "point_id", "metric", "value", "state"}, exported),
-    ({"source", "metric", "value", "status", "kv_groups", "branch"}, seeds),
     ({"implementation", "forward_ms", "forward_backward_ms", "peak_extra_mib"}, peers),
     ({"implementation", "tokens", "compress_ms", "selected_ms"}, stages),
 )

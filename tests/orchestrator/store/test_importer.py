@@ -20,7 +20,7 @@ from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import export
-from orchestrator.store.importer import ImportFileError, import_file
+from orchestrator.store.importer import import_file
 from orchestrator.store.records import RECORD, Record
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
@@ -45,10 +45,8 @@ def test_reference_tables_import_once(store: Store):
 def test_every_seed_figure_is_kept_and_nothing_else(sqlite_store: Store):
     import_file(sqlite_store, DATA / "seed_measurements.csv")
     rows = pd.read_csv(DATA / "seed_measurements.csv")
-    measured = rows[(rows.status == "ok") & (rows.metric != "memory_estimated")]
     stored = queries.measurements(sqlite_store)
-    expected = measured.value.where(measured.metric != "elapsed", measured.value * 1000)
-    assert sorted(stored.value) == pytest.approx(sorted(expected))
+    assert sorted(stored.value) == pytest.approx(sorted(rows.value.dropna()))
     curve = stored[(stored.implementation == "nsa-vibe") & (stored.run_id.str.contains("002")) & (stored.unit == "MiB")]
     assert curve.sort_values("seq_len").value.tolist() == [483, 1425, 5164.5, 5164.5, 12019.8, 12019.8, 20556.9]
     assert set(curve.metric) == {"peak_memory"}
@@ -90,7 +88,7 @@ def test_a_table_that_was_cut_off_replaces_nothing(sqlite_store: Store, tmp_path
     import_file(sqlite_store, path)
     before = rows_of(sqlite_store)
     path.write_bytes(whole[: whole.rindex(b",", 0, 3000) - 1])
-    with pytest.raises(ImportFileError, match=r"'peers_h200.csv' ends in line \d+, in the cell \d+ of 15; give the wh"):
+    with pytest.raises(UserError, match=r"'peers_h200.csv' ends in line \d+, in the cell \d+ of 15; give the wh"):
         import_file(sqlite_store, path)
     assert rows_of(sqlite_store) == before
 
@@ -140,7 +138,7 @@ def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, swe
     path = written(
         tmp_path / "journal.jsonl", [first.model_copy(update={"at": datetime(2099, 1, 1, tzinfo=UTC)}), *rest]
     )
-    with pytest.raises(ImportFileError, match="begins on 2099-01-01, in the future; set the clock"):
+    with pytest.raises(UserError, match="begins on 2099-01-01, in the future; set the clock"):
         import_file(sqlite_store, path)
     assert queries.counts(sqlite_store)["runs"] == 0
 
@@ -151,10 +149,10 @@ def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
     assert "10 points" in str(export(store, path, [RUN]))
     import_file(store, path)
     import_file(store, path)
-    mine, theirs = (queries.measurements(store, origin=origin) for origin in ("measured", "reported"))
+    mine, theirs = (rows for _, rows in queries.measurements(store).groupby("origin"))
     assert set(theirs.run_id) == {f"imported-{RUN}"}
     assert theirs.value.tolist() == pytest.approx(mine.value.tolist())
-    states = queries.states(store, origin="reported")
+    states = queries.states(store, run_ids=[f"imported-{RUN}"])
     assert states.state.tolist() == ["ok"] * 8 + ["oom", "skipped"]
     assert states.reason.tolist()[-2:] == ["out of memory", "needs 93 GiB"]
 
@@ -170,7 +168,7 @@ def test_no_cell_of_an_export_is_computed_and_each_text_comes_back(sqlite_store:
     with path.open(newline="") as file:
         assert not {row["label"][0] for row in csv.DictReader(file)} & set("=+-@\t\r")
     import_file(sqlite_store, path)
-    assert set(queries.states(sqlite_store, origin="reported")["label"]) == {text}
+    assert set(queries.states(sqlite_store, run_ids=[f"imported-{RUN}"])["label"]) == {text}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_a_journal_with_what_no_database_holds_is_refused_in_a_line(
 @pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
 def test_what_is_no_file_is_not_read(sqlite_store: Store, tmp_path: Path, name: str, make: Callable[[Path], None]):
     make(tmp_path / name)
-    with pytest.raises(ImportFileError, match=r"is no file; give a journal \(.jsonl, .jsonl.gz\) or a CSV$"):
+    with pytest.raises(UserError, match=r"is no file; give a journal \(.jsonl, .jsonl.gz\) or a CSV$"):
         import_file(sqlite_store, tmp_path / name)
 
 
@@ -227,9 +225,8 @@ def test_what_is_no_file_is_not_read(sqlite_store: Store, tmp_path: Path, name: 
         ("peers_h200.csv", ("2026-11-20", "today"), "date: 'today' is no date; write YYYY-MM-DD"),
         ("peers_h200.csv", (",1.095,", ",1,095,"), "has 16 cells for 15 columns; quote the comma in a cell"),
         ("peers_h200.csv", ("triton,dtype", "torch,dtype"), "peers_h200.csv' line 1: 'torch': is named twice; rename"),
-        ("seed_measurements.csv", (",483,MiB,ok", ",483,MiB,fine"), "status: 'fine' is unknown"),
-        ("seed_measurements.csv", (",483,MiB,ok", ",,MiB,ok"), "value: '' is missing from an ok row"),
-        ("seed_measurements.csv", ("elapsed", "duration"), "metric: 'duration' is unknown; use one of"),
+        ("seed_measurements.csv", (",ok,,", ",fine,,"), "state: 'fine' is unknown; use one of pending, running, ok, "),
+        ("seed_measurements.csv", (",483,MiB", ",,MiB"), "value: '' is missing"),
     ],
 )
 def test_a_wrong_file_is_named_in_one_line(sqlite_store: Store, tmp_path: Path, name, content, message):
