@@ -59,6 +59,7 @@ ORIGINS: Mapping[str, Look] = {
     Origin.MEASURED: Look("straighten", "blue", "●"),
     Origin.REPORTED: Look("article", "violet", "◇"),
 }
+_LINKS = 6  # to the evidence of a rule
 _UNKNOWN_LOOK = Look("help", "gray", "?")
 
 
@@ -128,10 +129,10 @@ def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:
     return f"[{label or index}](runs?{urlencode({'run': run_id, 'point': point_id})}{title})"
 
 
-def evidence(point_ids: Sequence[str], shown: int = 6) -> str:
+def evidence(point_ids: Sequence[str]) -> str:
     """Links to the points behind a verdict."""
-    links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:shown])
-    more = len(point_ids) - shown
+    links = " ".join(point_link(point_id, f"#{point_id.rpartition('/')[2]}") for point_id in point_ids[:_LINKS])
+    more = len(point_ids) - _LINKS
     return f"{links} +{more}" if more > 0 else links or "–"
 
 

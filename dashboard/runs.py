@@ -21,7 +21,6 @@ from orchestrator.report.table import flat
 from orchestrator.store import Store
 
 _WARNINGS = 5
-_REASONS = 50
 _NAME = 100  # characters shown of a name
 
 
@@ -125,28 +124,17 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
     if points.empty:
         st.caption("No point has been planned yet." if live else "It ended before its first point.")
         return
-    _answer(store, run, points)
+    charts = data.kind_charts(store, run_id, run["kind"], run["state"], parts.tally(run))
+    for column, chart in zip(st.columns(len(charts) or 1), charts, strict=False):  # side by side
+        with column:
+            grids.chart(chart, key=chart.title)
+    _warnings(data.events(store, run_id)["message"].tolist())
     st.caption("Click a row to see a point's numbers, route, environment and logs.")
     chosen = grids.points(
         points, data.measurements(store, run_ids=[run_id]), data.quantities(store, [run_id]), key="points"
     )
     if chosen is not None:
         st.switch_page("runs.py", query_params={"run": run_id, "point": chosen})
-
-
-def _answer(store: Store, run: dict[str, Any], points: pd.DataFrame) -> None:
-    """Draw the charts that answer the question of the run's kind side by side, its warnings, and why points failed."""
-    charts = data.kind_charts(store, run["run_id"], run["kind"], run["state"], parts.tally(run))
-    for column, chart in zip(st.columns(len(charts) or 1), charts, strict=False):
-        with column:
-            grids.chart(chart, key=chart.title)
-    _warnings(data.events(store, run["run_id"])["message"].tolist())
-    reasons = [row for row in points.to_dict("records") if row["reason"]]
-    if reasons:
-        label = f"Why {parts.count(len(reasons), 'point')} ended without a result"
-        with st.expander(label, icon=":material/help:", key="why", bind="query-params"):
-            names = ("label", "state", "reason")
-            grids.table([{name.title(): parts.plain(row[name]) for name in names} for row in reasons[:_REASONS]])
 
 
 def _warnings(messages: list[str]) -> None:

@@ -24,6 +24,7 @@ from orchestrator.cli import console
 from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
+from orchestrator.execute.ray_cluster import card_types
 from orchestrator.execute.upload import collect
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step
@@ -40,7 +41,6 @@ from orchestrator.terminal import say, warn
 if TYPE_CHECKING:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
-_ACCELERATOR = "accelerator_type:"  # prefix of the resource by which Ray names a node's cards
 _MOST_NODES = 10_000  # Ray's own limit
 _REASON = 300  # characters
 _CANCELLED = "cancelled by nsa cancel"
@@ -193,43 +193,38 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
 
     A failed step does not stop the next. Raises SubmissionError: no cluster answers.
     """
-    found = cluster_nodes(settings) if any(step.command for step in steps) else []
-    nodes = [
-        (node, {name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)}) for node in found
-    ]
+    nodes = cluster_nodes(settings) if any(step.command for step in steps) else []
     for step in steps:
         settled = f"{', '.join(step.settles)} on {step.hardware}"
+        cards = {step.accelerator, card_of(step.accelerator)[0]} if step.accelerator else None
         if step.command is None:
             say(f"no command settles {settled}: {step.lacking}")
         elif not any(
-            node.get("GPU", 0) >= step.gpus
-            and (not step.accelerator or {step.accelerator, card_of(step.accelerator)[0]} & types)
-            for node, types in nodes
+            node.get("GPU", 0) >= step.gpus and (cards is None or not cards.isdisjoint(card_types(node)))
+            for node in nodes
         ):
-            cards = {
-                f"{node['GPU']:g}× {' or '.join(sorted(types)) or 'GPU'}" for node, types in nodes if node.get("GPU")
+            here = {
+                f"{node['GPU']:g}× {' or '.join(sorted(card_types(node))) or 'GPU'}"
+                for node in nodes
+                if node.get("GPU")
             }
             say(
                 f"not run: {step.command}: needs a node with {step.gpus}× {step.accelerator or 'GPU'}; "
-                f"this cluster has {', '.join(sorted(cards)) or 'no GPU'}"
+                f"this cluster has {', '.join(sorted(here)) or 'no GPU'}"
             )
         elif dry_run:
             say(f"would run: {step.command}: {console.cost(step)}; settles {settled}")
         else:
             say(f"running: {step.command}: {console.cost(step)}; settles {settled}")
-            say(f"{_run_step(settings, step)}: {step.command}")
-
-
-def _run_step(settings: Settings, step: Step) -> str:
-    """Run a step to its end. Returns how it ended, in a word or a line."""
-    spec = READY_SPECS / (step.spec or "")
-    try:
-        driver.check([str(spec), *set_options(step.overrides)])
-        job = submit(settings, spec, step.overrides)
-        status = follow(settings, job)
-    except (UserError, SpecError) as err:
-        return f"failed ({'; '.join(str(err).splitlines())})"
-    return "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
+            spec = READY_SPECS / (step.spec or "")
+            try:
+                driver.check([str(spec), *set_options(step.overrides)])
+                job = submit(settings, spec, step.overrides)
+                status = follow(settings, job)
+                end = "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
+            except (UserError, SpecError) as err:
+                end = f"failed ({'; '.join(str(err).splitlines())})"
+            say(f"{end}: {step.command}")
 
 
 def cluster_nodes(settings: Settings) -> list[dict[str, float]]:

@@ -50,7 +50,7 @@ class RayExecutor:
         head = connect(spec, settings)
         self._nodes = interruptibly(_nodes)
         self._type = spec.resources.accelerator_type  # of all points: the requested one, else the one probed
-        if self._type and not any(self._type in _card_types(node) for node in self._nodes.values()):
+        if self._type and not any(self._type in card_types(node) for node in self._nodes.values()):
             self._type = card_of(self._type)[0]  # Ray does not tell A100 of 40 GB and of 80 GB apart: `probe` does
         gpus = spec.resources.num_gpus
         self._share = Share.of(spec, float(spec.device == "cuda") if gpus is None else gpus, self._type)
@@ -87,7 +87,7 @@ class RayExecutor:
         if (reason := self._spec.resources.misfit(machines[self._spec.python[0]])) is not None:
             raise UserError(reason)
         if self._type is None and gpus_per_point(self._spec, machines[self._spec.python[0]]):
-            self._type = next(iter(_card_types(self._nodes.get(node, {}))), None)
+            self._type = next(iter(card_types(self._nodes.get(node, {}))), None)
         return machines
 
     def slots(self, machine: Machine) -> int:
@@ -162,7 +162,7 @@ class Share:
 
     def on(self, node: Mapping[str, float]) -> int:
         """The number of ranks that a node has room for at a time."""
-        if self.card_type and self.card_type not in _card_types(node):
+        if self.card_type and self.card_type not in card_types(node):
             return 0
         room = node.get("CPU", 0) / self.cpus
         if self.gpus:
@@ -181,7 +181,7 @@ class Share:
         needs = f"{self.gpus:g} GPU and {self.cpus:g} CPU cores" if self.gpus else f"{self.cpus:g} CPU cores"
         needs += f" on {self.card_type}" if self.card_type else ""
         gpus, cpus = (max((node.get(name, 0) for node in nodes), default=0) for name in ("GPU", "CPU"))
-        types = sorted({name for node in nodes for name in _card_types(node)})
+        types = sorted({name for node in nodes for name in card_types(node)})
         has = f"no node has more than {gpus:g} GPU and {cpus:g} CPU cores"
         has += f", the cards are {', '.join(types)}" if types else ""
         if self.ranks == 1:
@@ -207,7 +207,7 @@ class Share:
             ) from None
 
 
-def _card_types(node: Mapping[str, float]) -> list[str]:
+def card_types(node: Mapping[str, float]) -> list[str]:
     """Ray's types of a node's accelerators; [] where Ray does not know them."""
     return [name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)]
 

@@ -41,7 +41,8 @@ class Ended:
         [own] = runs.loc[runs["run_id"] == run_id].to_dict("records")
         same = [runs[name].fillna("") == (own[name] or "") for name in ("name", "kind", "gpu")]
         before = runs.loc[same[0] & same[1] & same[2] & (runs["ok"] > 0) & (runs["created_at"] < own["created_at"])]
-        earlier = next((each for each in before["run_id"] if not _in_part(store, each)), None)
+        specs = queries.specs(store, before["run_id"].tolist())  # `nsa rerun` measures some points of one alone
+        earlier = next((each for each in before["run_id"] if not specs[each].get("only")), None)
         if not figures or earlier is None:
             return found
         try:
@@ -70,11 +71,6 @@ class Ended:
             return {"text": text}
         about = {name: getattr(run, name) for name in ("run_id", "name", "kind", "person", "git_commit")}
         return {"text": text, **about, **{name: value for name, value in asdict(self).items() if name != "run"}}
-
-
-def _in_part(store: Store, run_id: str) -> bool:
-    """Whether a run measured some of its spec's points alone, as one of `nsa rerun` does."""
-    return bool(queries.specs(store, [run_id])[run_id].get("only"))
 
 
 def tell(settings: Settings, ended: Ended) -> str | None:
