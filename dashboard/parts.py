@@ -13,7 +13,7 @@ import pandas as pd
 
 from jobs.schema import plain_text
 from jobs.schema.quantities import readable, readable_bytes
-from jobs.schema.states import Origin, PointState, Result, RunState
+from jobs.schema.states import Origin, PointState, Result, RunState, phase_in_words
 
 if TYPE_CHECKING:
     from orchestrator.judge.verdicts import RuleVerdict
@@ -152,19 +152,11 @@ def bound(rule: RuleVerdict) -> str:
 def doing(point: Mapping[str, Any]) -> str:
     """A running point's label, phase and last heartbeat (Markdown)."""
     text = f"**{plain(point['label'])}**"
-    if phase(point):
-        text += f" · {plain(phase(point))}"
+    if phase := phase_in_words(point):
+        text += f" · {plain(phase)}"
     if isinstance(point["heartbeat_at"], datetime) and not pd.isna(point["heartbeat_at"]):
         text += f" · last heard of {duration(point['heartbeat_at'])} ago"
     return text
-
-
-def phase(point: Mapping[str, Any]) -> str:
-    """Phase and progress of a running point, also of one that is measured again (`queries.points`); else empty."""
-    if not point["running"] or not point["phase"]:
-        return ""
-    counted = point["total"] and not pd.isna(point["total"])
-    return f"{point['phase']} {point['done']:.0f}/{point['total']:.0f}" if counted else point["phase"]
 
 
 def route(kernels: Mapping[str, str] | None) -> str:

@@ -71,12 +71,11 @@ def _list(store: Store, filters: Mapping[str, Any]) -> None:
 
 
 def _run_page(store: Store, run_id: str) -> None:
+    _link("All runs")
     run = data.run(store, run_id)
     if run is None:
-        _link("All runs")
         st.warning(f"There is no run {parts.code(run_id)} in this database.", icon=":material/search_off:")
         return
-    _link("All runs")
     st.title(parts.plain(run["name"]))
     live = run["state"] in (RunState.RUNNING, RunState.PENDING)
     st.fragment(_run_now, run_every=data.LIVE_SECONDS if live else None)(store, run_id, live)

@@ -47,6 +47,14 @@ def again_in_words(point: Mapping[str, Any]) -> str:
     return f"not measured again: {state}" + (f" ({reason})" if reason else "")
 
 
+def phase_in_words(point: Mapping[str, Any]) -> str:
+    """Phase and steps of the attempt at a point that runs (`queries.points`): "measure 3/10"; "" if none does."""
+    phase, total = point["phase"], point["total"]
+    if not point["running"] or not isinstance(phase, str):
+        return ""
+    return f"{phase} {point['done']:.0f}/{total:.0f}" if total and total == total else phase
+
+
 class RunState(StrEnum):
     """A run's state: `DONE` when every point has ended, in any state."""
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
-from jobs.schema.states import again_in_words, run_in_words
+from jobs.schema.states import again_in_words, phase_in_words, run_in_words
 from orchestrator.cli.services import Service
 from orchestrator.judge.decisions import Decision
 from orchestrator.judge.steps import Step
@@ -61,11 +61,8 @@ def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> N
     _fields(row, (*fields, "submission_id", "person", "tags", "notes", "host", "artifacts", "artifact_store"))
     rows = []
     for p in points.to_dict("records"):
-        progress = ""
-        if p["running"] and not pd.isna(p["phase"]):
-            progress = f"{p['phase']} {p['done']:.0f}/{p['total']:.0f}" if p["total"] else str(p["phase"])
         reason = "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
-        rows.append((_text(p["number"]), p["label"], p["state"], progress, reason))
+        rows.append((_text(p["number"]), p["label"], p["state"], phase_in_words(p), reason))
     table("Points", ["#", "label", "state", "progress", "reason"], rows)
     for event in events.to_dict("records"):
         out.print(f"{_text(event['at'])} {event['level']}: {in_a_line(event['message'])}")

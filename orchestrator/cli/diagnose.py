@@ -21,7 +21,7 @@ import psutil
 
 from jobs.process import post_mortem
 from jobs.schema.plain_text import for_file, in_a_line
-from jobs.schema.states import Origin, RunState
+from jobs.schema.states import Origin, RunState, phase_in_words
 from orchestrator.cli.lookup import find_run
 from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
@@ -176,9 +176,7 @@ def _processes(diagnosis: Diagnosis, seconds: float) -> tuple[Diagnosis, list[st
 
 def _progress(row: Mapping[str, Any], recent: pd.DataFrame) -> list[str]:
     """Phase and rate of a point, and the latest values of its main series, a line each."""
-    phase = row["phase"] or "starting"
-    if row["total"] and not pd.isna(row["total"]):
-        phase += f" {row['done']:.0f}/{row['total']:.0f}"
+    phase = phase_in_words(row) or "starting"
     rate = "" if not row["rate"] or pd.isna(row["rate"]) else f", {row['rate']:.3g} a second"
     lines = [f"Attempt {int(row['running'])} on {row['running_on'] or 'an unknown node'}: {phase}{rate}."]
     for name in _SHOWN:

@@ -33,10 +33,10 @@ from orchestrator.judge.verdicts import evaluate
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import Facts, OutputError, growth_chart, write_file
+from orchestrator.report.write import Facts, growth_chart
 from orchestrator.settings import example_spec, load_settings
 from orchestrator.store import Store, queries
-from orchestrator.store.exporter import to_csv, to_json
+from orchestrator.store.exporter import OutputError, to_csv, to_json, write_file
 
 SUFFIX = ".j2"
 FORMATS = ("md", "html", "csv", "json")

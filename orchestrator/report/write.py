@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
 from jobs.schema.states import Origin, PointState, run_in_words
-from jobs.specs.user_files import write_output
-from orchestrator.errors import UserError
 from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
@@ -30,18 +27,6 @@ _NAME = 100  # characters of a run's name
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
-
-
-class OutputError(UserError):
-    """A file of the report cannot be written."""
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a report. Raises OutputError."""
-    try:
-        write_output(path, content)
-    except OSError as err:
-        raise OutputError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
 
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:

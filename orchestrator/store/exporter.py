@@ -30,15 +30,23 @@ _PIECE = 1000  # samples of a record
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
+class OutputError(UserError):
+    """A file of results cannot be written."""
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file of results. Raises OutputError."""
+    try:
+        write_output(path, content)
+    except OSError as err:
+        raise OutputError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+
+
 def export(store: Store, path: Path, run_ids: Sequence[str]) -> str:
     """Write the runs to `path` as its suffix says (.csv, .json). Returns what was written. Raises UserError."""
     if path.suffix not in (".csv", ".json"):
         raise UserError(f"out: '{path}' is neither .csv nor .json; give one of these suffixes")
-    text = to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids)
-    try:
-        write_output(path, text)
-    except OSError as err:
-        raise UserError(f"out: '{path}' cannot be written ({err.strerror}); choose another place") from None
+    write_file(path, to_csv(store, run_ids) if path.suffix == ".csv" else to_json(store, run_ids))
     return f"{path}: {len(run_ids)} run(s), {len(queries.states(store, run_ids=run_ids))} points"
 
 
