@@ -1,4 +1,4 @@
-"""Tables of figures reported elsewhere: a quantity a row as in our own export, peers, a peer's stages.
+"""Tables of figures reported elsewhere: a quantity a row, as in our own export; or peers, a configuration a row.
 
 A table's header identifies its layout. Reported runs have origin `reported` and the dates of the report; they are
 never fitted together with measured ones.
@@ -16,7 +16,7 @@ from typing import Any
 
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.plain_text import shown
-from jobs.schema.quantities import PEAK_EXTRA_MEMORY, STAGE, TIME, Quantity
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME, Quantity
 from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.errors import UserError
 from orchestrator.store import records as rec
@@ -53,7 +53,7 @@ class Row(dict[str, str]):
             raise self.error(name, f"{shown(self[name])} is no whole number; correct the cell")
         return None if value is None else int(value)
 
-    def time(self, name: str = "date") -> datetime:
+    def time(self, name: str) -> datetime:
         """The cell's date and time in UTC; a bare date is midnight."""
         try:
             moment = datetime.fromisoformat(self[name])
@@ -125,42 +125,22 @@ def peers(rows: list[Row]) -> Iterable[ReportedRun]:
     """One run of peers' attention operators, from rows holding forward and forward+backward of one configuration."""
     points = []
     for row in rows:
-        more = {"batch": row.integer("batch"), "dtype": row["dtype"]}
-        memory = row.number("peak_extra_mib")
+        name, memory = row["implementation"], row.number("peak_extra_mib")
+        numbers = {axis: row.integer(axis) for axis in ("query_heads", "kv_heads", "head_dim", "seq_len", "batch")}
+        axes = {"implementation": name, "workload": "attention", "device": "cuda", "dtype": row["dtype"], **numbers}
+        environment = {name: row[name] for name in _ENVIRONMENT if row[name]}
         for pass_, column in (("forward", "forward_ms"), ("forward+backward", "forward_backward_ms")):
             if (time := row.number(column)) is not None:
-                metrics = [_metric(TIME, time, ": median of triton's do_bench")]
+                metrics = [_metric(TIME, time, "median of triton's do_bench")]
                 if memory is not None and pass_ != "forward":
-                    method = ": max_memory_allocated of one pass minus what was allocated before it"
+                    method = "max_memory_allocated of one pass minus what was allocated before it"
                     metrics.append(_metric(PEAK_EXTRA_MEMORY, memory, method))
-                points.append(_peer_point(row, pass_, pass_, metrics, more))
+                label = f"{name} {pass_} {row['query_heads']}/{row['kv_heads']} d{row['head_dim']} S={row['seq_len']}"
+                point = ReportedPoint(label, {**axes, "pass_": pass_}, row.time("date"), environment, tuple(metrics))
+                points.append(point)
     cards = "-".join(sorted({row["gpu"] for row in rows}))
     source = "peers: public implementations and dense attention"
     yield ReportedRun(f"reported-peers-{cards}", "peers", "reported", source, tuple(points))
-
-
-def stages(rows: list[Row]) -> Iterable[ReportedRun]:
-    """One run with the stages of a peer's forward: columns NAME_ms become metrics stage_NAME."""
-    points = []
-    for row in rows:
-        length, tokens = row.integer("seq_len"), row.integer("tokens")
-        times = {name.removesuffix("_ms"): row.number(name) for name in row if name.endswith("_ms")}
-        method = ": by the peer's own switch"
-        metrics = [_metric(STAGE.named(name), time, method) for name, time in times.items() if time is not None]
-        batch = tokens // length if tokens and length else None
-        points.append(_peer_point(row, "stages", "forward", metrics, {"batch": batch}))
-    cards = "-".join(sorted({row["gpu"] for row in rows}))
-    source = "peers: stages of the fastest forward"
-    yield ReportedRun(f"reported-peer-stages-{cards}", "peer stages", "stages", source, tuple(points))
-
-
-def _peer_point(row: Row, what: str, pass_: str, metrics: list[rec.MetricData], more: dict[str, Any]) -> ReportedPoint:
-    name = row["implementation"].removesuffix(" forward")
-    heads = {axis: row.integer(axis) for axis in ("query_heads", "kv_heads", "head_dim", "seq_len")}
-    label = f"{name} {what} {row['query_heads']}/{row['kv_heads']} d{row['head_dim']} S={row['seq_len']}"
-    axes = {"implementation": name, "workload": "attention", "pass_": pass_, "device": "cuda", **heads, **more}
-    environment = {name: row[name] for name in _ENVIRONMENT if row[name]}
-    return ReportedPoint(label, axes, row.time(), environment, tuple(metrics))
 
 
 def exported(rows: list[Row]) -> Iterable[ReportedRun]:
@@ -213,7 +193,7 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
 
 
 def _metric(quantity: Quantity, value: float, how: str) -> rec.MetricData:
-    return rec.MetricData(name=quantity.name, unit=quantity.unit, value=value, method=f"reported{how}")
+    return rec.MetricData(name=quantity.name, unit=quantity.unit, value=value, method=f"reported: {how}")
 
 
 Reader = Callable[[list[Row]], Iterable[ReportedRun]]
@@ -221,5 +201,4 @@ LAYOUTS: tuple[tuple[set[str], Reader], ...] = (
     # Columns by which a layout is known, and its reader.
     ({"run_id", "run_name", "point_id", "metric", "value", "state"}, exported),
     ({"implementation", "forward_ms", "forward_backward_ms", "peak_extra_mib"}, peers),
-    ({"implementation", "tokens", "compress_ms", "selected_ms"}, stages),
 )
