@@ -43,7 +43,7 @@ def test_of_many_rows_long_series_are_thinned_and_short_ones_are_whole(
     import_file(sqlite_store, NEWEST["train"])
     run_id = NEWEST["train"].name.removesuffix(".jsonl.gz")
     whole = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
-    monkeypatch.setattr(charts, "_MOST", 40)
+    monkeypatch.setattr(charts, "_MOST_ROWS", 40)
     thinned = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
     assert len(thinned) <= 40 < len(whole)
     held_out = [row for row in whole if row["text"] == "held out"]
