@@ -45,17 +45,13 @@ class Installation(Enum):
 
 def installation(sources: Path = SOURCES) -> Installation:
     """The sort of place that `sources` is."""
-    if _unpacked_by_ray(sources):
+    if "/_ray_pkg_" in str(sources):
         return Installation.UPLOADED
     try:  # by name: a careless package may leave a pyproject.toml of its own in site-packages
         ours = 'name = "nsa-bench"' in (sources / "pyproject.toml").read_text()
     except OSError:
         ours = False
     return Installation.CHECKOUT if ours else Installation.INSTALLED
-
-
-def _unpacked_by_ray(folder: Path) -> bool:
-    return any(part.startswith("_ray_pkg_") for part in folder.parts)
 
 
 def example_spec(name: str = "demo") -> str:
@@ -87,7 +83,7 @@ def env_file() -> Path | None:
             return SOURCES / ".env"
         case Installation.INSTALLED:
             with suppress(FileNotFoundError):  # the current folder was deleted
-                return None if _unpacked_by_ray(Path.cwd()) else Path.cwd() / ".env"
+                return None if "/_ray_pkg_" in str(Path.cwd()) else Path.cwd() / ".env"
     return None
 
 

@@ -17,8 +17,8 @@ from jobs.schema.plain_text import in_a_line, printable
 
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 
-
-_lost = False  # something of the output that somebody may miss
+output_lost = False
+"""Whether a part of the output could not be written, although somebody may miss it."""
 
 
 class _Outlet(FileIO):
@@ -29,7 +29,7 @@ class _Outlet(FileIO):
     """
 
     def write(self, data: Any, /) -> int:
-        global _lost
+        global output_lost
         view = memoryview(data).cast("B")
         written = 0
         try:
@@ -38,8 +38,8 @@ class _Outlet(FileIO):
                     select.select([], [self], [])  # a pipe that does not block, and is full
                 written += count or 0
         except OSError as err:
-            if err.errno != errno.EPIPE and not _lost:
-                _lost = True
+            if err.errno != errno.EPIPE and not output_lost:
+                output_lost = True
                 with suppress(OSError):
                     os.write(2, f"error: output: cannot be written ({err.strerror}); the rest is not shown\n".encode())
         return view.nbytes
@@ -62,11 +62,6 @@ def _lasting(stream: Any, original: Any) -> Any:
         stream.flush()
     outlet = BufferedWriter(_Outlet(stream.fileno(), "wb", closefd=False))
     return TextIOWrapper(outlet, stream.encoding, "backslashreplace", line_buffering=True)
-
-
-def output_lost() -> bool:
-    """Whether a part of the output could not be written, although somebody may miss it."""
-    return _lost
 
 
 def say(text: object = "", end: str = "\n") -> None:

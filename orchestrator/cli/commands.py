@@ -80,7 +80,7 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    sys.exit(code or int(terminal.output_lost()))
+    sys.exit(code or int(terminal.output_lost))
 
 
 def _usage(err: Any) -> str:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def supervise(
                 return
             yield StartRecord(**assignment.ids, node=socket.gethostname())
             if (problem := slot.gpus.misfit(conditions.card)) is not None:
-                yield _outcome(assignment, PointState.ERROR, problem)
+                yield OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=problem, started_at=now())
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
                 yield assignment.warning(obstacle)
@@ -160,7 +159,7 @@ def _measured(
         child = slot.child(assignment.point)
     except OSError as err:
         reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
-        outcome = _outcome(assignment, PointState.ERROR, reason)
+        outcome = OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=reason, started_at=now())
         yield outcome
         return outcome
     with ArtifactCopies(assignment.ids, conditions.store) as copies:
@@ -342,9 +341,8 @@ class _Attempt:
             if isinstance(file, File):
                 file = Source(file.name, Path(file.path), file.start, file.stop, file.problem)
             self.files.append(file)
-        return _outcome(
-            self._assignment, ended.state, reason, self._started_at, environment=self._environment, **results
-        )
+        measured = {"environment": self._environment, "started_at": self._started_at, **results}
+        return OutcomeRecord(**self._assignment.ids, state=ended.state, reason=reason, **measured)
 
     def _await(self, types: tuple[type, ...], seconds: float) -> object:
         """The next message of the child of one of these types; None if it ends or is silent for so long."""
@@ -354,9 +352,3 @@ class _Attempt:
                 if isinstance(event, types):
                     return event
         return None
-
-
-def _outcome(
-    assignment: Assignment, state: PointState, reason: str | None, started_at: datetime | None = None, **results: Any
-) -> OutcomeRecord:
-    return OutcomeRecord(**assignment.ids, state=state, reason=reason, started_at=started_at or now(), **results)

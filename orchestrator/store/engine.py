@@ -95,10 +95,8 @@ def shown(url: URL) -> str:
 
 def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
     """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
-    return _sqlite(url, readonly, create) if url.get_backend_name() == "sqlite" else _postgres(url, readonly)
-
-
-def _postgres(url: URL, readonly: bool) -> Engine:
+    if url.get_backend_name() == "sqlite":
+        return _sqlite(url, readonly, create)
     options = {"postgresql_readonly": True} if readonly else {}
     try:
         engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
