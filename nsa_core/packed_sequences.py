@@ -71,12 +71,12 @@ def checked_packing(
         longest = int(lengths.max())
         fix += f": {longest}"
     if max_seqlen is not None:
-        _require((lengths <= max_seqlen).all(), "max_seqlen", f"{max_seqlen}", fix)
+        require((lengths <= max_seqlen).all(), "max_seqlen", f"{max_seqlen}", fix)
     given = {name: len(x) for name, x in (("k_cmp", operands.k_cmp), ("v_cmp", operands.v_cmp)) if x is not None}
     if given:
         count, fix = compressed_counts(cu_seqlens, config).sum(), "give those that its blocks make of every sequence"
         for name, tokens in given.items():
-            _require(count == tokens, name, f"{tokens} compressed tokens", fix)
+            require(count == tokens, name, f"{tokens} compressed tokens", fix)
     return bounds, min(max_seqlen or longest, total)
 
 
@@ -165,10 +165,10 @@ def check_blocks(operands: Operands, config: NSAConfig, cu_seqlens: Tensor | Non
     counted = given.sum(-1) == (own + 1).clamp(max=config.slc_count)
     sound = ascend.all() & counted.all() & (blocks <= own[..., None]).all()
     fix = f"give {config.slc_count} ascending blocks at or before each query's own, or all of them and then -1"
-    _require(sound, "blocks", f"{list(blocks.shape)} {blocks.dtype}", fix)
+    require(sound, "blocks", f"{list(blocks.shape)} {blocks.dtype}", fix)
 
 
-def _require(sound: Tensor, field: str, value: str, fix: str) -> None:
+def require(sound: Tensor, field: str, value: str, fix: str) -> None:
     """Raise InputError unless `sound`; a GPU, and code that torch.compile traced, asserts it without waiting."""
     if not _on_host(sound):
         torch.ops.aten._assert_async.msg(sound, f"{field}: {value}: {fix}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .config import NSAConfig
 from .errors import InputError
 from .functional import nsa_attention
+from .packed_sequences import require
 
 # Arguments of attention that NSA lacks: a model that sets one would be computed wrongly.
 _UNKNOWN = ("attention_dropout", "sliding_window", "softcap", "s_aux", "position_bias")
@@ -26,7 +27,8 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
 
     Raises:
         ImportError: transformers is not installed. Of the model's passes, InputError: padding or dropout is asked for,
-            or the model's attention is another one than softmax over all positions up to the query's.
+            sequences are packed without their bounds, or the model's attention is another one than softmax over all
+            positions up to the query's.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
     from transformers.masking_utils import flash_attention_mask  # pyright: ignore[reportMissingImports]
@@ -48,8 +50,11 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B,S,H,D]
         made = getattr(module, "nsa_gates", None)
         gates = q.new_full((*q.shape[:3], 3), 1 / 3) if made is None else torch.sigmoid(made(q))
-        bounds = more.get("cu_seq_lens_q")
+        bounds, positions = more.get("cu_seq_lens_q"), more.get("position_ids")
         if bounds is None:
+            if positions is not None and positions.ndim == 2:  # other attentions take sequences to be packed by them
+                fix = "give their bounds, too: DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
+                require((positions[:, 1:] != 0).all(), "position_ids", "packed sequences", fix)
             return nsa_attention(q, k, v, gates, sizes, scale=scaling, backend=backend), None
         q, k, v, gates = (x.flatten(0, 1) for x in (q, k, v, gates))
         out = nsa_attention(q, k, v, gates, sizes, cu_seqlens=bounds, scale=scaling, backend=backend)

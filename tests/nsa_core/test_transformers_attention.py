@@ -54,6 +54,8 @@ def test_packed_sequences_are_as_each_alone_and_padding_is_refused(llama) -> Non
     batch.pop("labels")
     alone = torch.cat([llama(row[None]).logits[0] for row in rows])
     torch.testing.assert_close(llama(**batch).logits[0], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=r"^position_ids: packed sequences: give their bounds, too"):
+        llama(batch["input_ids"], position_ids=batch["position_ids"])
     padded = torch.ones(1, 20, dtype=torch.long)
     padded[0, 0] = 0
     with pytest.raises(InputError, match=r"^attention_mask: \[1, 20\]: pad nothing"):
