@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -156,6 +157,8 @@ def label_run(store: Store, run_id: str, tags: Sequence[str], remove: Sequence[s
     assert run is not None, "the caller looked the run up"
     left = {*run["tags"].split(), *tags} - {*remove}
     record = labels(run_id, sorted(left), run["notes"] if note is None else note or None)
+    if (before := run["labelled_at"]) and before >= record.at:  # by the clock of another host, which is ahead
+        record = record.model_copy(update={"at": before + timedelta(microseconds=1)})
     path = Path(run["artifacts"] or "") / NAME
     if _is_journal_of(run_id, path):
         with suppress(JournalError), Journal(path) as journal:  # its driver has it, or it is another user's

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.hardware.machine import probe
-from jobs.schema.plain_text import shown
+from jobs.schema.plain_text import printable, shown
 from jobs.schema.point import Machine
 from jobs.schema.quantities import readable_bytes
 from jobs.schema.states import RunState
@@ -193,9 +193,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def labels(run_id: str, tags: Sequence[str], notes: str | None) -> LabelRecord:
     """The labels of a run. Raises UserError for what is no tag."""
     for tag in tags:
-        if not re.fullmatch(r"\S{1,40}", tag):
-            raise UserError(f"--tag: {shown(tag)}: is no tag; give at most 40 characters without a space")
-    return LabelRecord(run_id=run_id, tags=tuple(tags), notes=notes)
+        if not (re.fullmatch(r"\S{1,40}", tag) and tag.isprintable()):
+            raise UserError(f"--tag: {shown(tag)}: is no tag; give at most 40 printable characters without a space")
+    return LabelRecord(run_id=run_id, tags=tuple(tags), notes=notes and printable(notes))
 
 
 def record_refusal(argv: Sequence[str] | None, err: Exception) -> None:

@@ -111,7 +111,7 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
-    more = (Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store)
+    more = (Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store, Run.labelled_at)
     return next(iter(_mappings(store, runs_of(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from datetime import timedelta
 
 import pytest
 from nsa_command import Nsa
 
 from orchestrator.run import driver
-from orchestrator.store import journal
+from orchestrator.settings import load_settings
+from orchestrator.store import Store, journal
+from orchestrator.store.records import LabelRecord, now
 
 SPEC = "kind: snippet\nname: test\ndevice: cpu\ncodes: [value = 1.5, raise ValueError, value = 2.5]\n"
 
@@ -29,6 +32,12 @@ def test_a_run_is_labelled_and_found_and_a_point_of_it_measured_again(nsa: Nsa, 
         assert "done, 1 of 3 failed" in listed
     assert nsa("runs", "--tag", "first").out == "Runs: none\n"
     assert nsa("label", "last", "--tag", "two words").err.startswith("error: --tag: 'two words': is no tag")
+    assert nsa("label", "last", "--tag", "a\udcff").err.startswith("error: --tag: 'a\\udcff': is no tag")
+    assert nsa("label", "last", "--note", "a\udcff").out.endswith("; note: a\\udcff\n")
+    with Store.open(load_settings().database) as store:  # a host whose clock is an hour ahead
+        store.apply_many([LabelRecord(run_id=run_id, at=now() + timedelta(hours=1), tags=("ahead",))])
+    nsa("label", "last", "--tag", "late")
+    assert nsa("runs", "--tag", "late").out == nsa("runs", "--tag", "ahead").out != "Runs: none\n"
 
     refused = nsa("submit", str(home / "spec.yaml"), "--resume", "last", "--tag", "best")
     assert refused.err.startswith("error: --tag, --note: label a new run; label an earlier one with `nsa label RUN`")
