@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from jobs.schema.states import Origin, Result
+from jobs.schema.states import Origin, Result, RunState
 from orchestrator.errors import UserError
 from orchestrator.judge.decisions import Decision
 from orchestrator.report.compare import Change, Side, compare
@@ -34,13 +34,14 @@ class Ended:
 
     def judged(self, store: Store, decisions: Sequence[Decision]) -> Ended:
         """With the run's NO-GO verdicts, and the cells in which its headline quantity is worse than in the run of its
-        name, kind and card before it."""
+        name, kind and card that was done before it."""
         no_go = (f"{each.name}: {' '.join(each.sentences)}" for each in decisions if each.result is Result.NO_GO)
         found, run_id = replace(self, no_go=tuple(no_go)), self.run.run_id
         runs, figures = queries.runs(store, origin=Origin.MEASURED), queries.headlines(store, [run_id])
         [own] = runs.loc[runs["run_id"] == run_id].to_dict("records")
         same = [runs[name].fillna("") == (own[name] or "") for name in ("name", "kind", "gpu")]
-        before = runs.loc[same[0] & same[1] & same[2] & (runs["ok"] > 0) & (runs["created_at"] < own["created_at"])]
+        whole = (runs["ok"] > 0) & (runs["state"] == RunState.DONE)
+        before = runs.loc[same[0] & same[1] & same[2] & whole & (runs["created_at"] < own["created_at"])]
         specs = queries.specs(store, before["run_id"].tolist())  # `nsa rerun` measures some points of one alone
         earlier = next((each for each in before["run_id"] if not specs[each].get("only")), None)
         if not figures or earlier is None:

@@ -57,7 +57,8 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
 
 
 def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
-    """Each message names what got slower since the last run of this name; a rerun of one point is no such run."""
+    """Each message names what got slower since the last run of this name; a rerun of one point is no such run, nor
+    is one that was cancelled."""
     laws, lengths = {"chunked": 1.0}, (512, 1024)
     sqlite_store.apply_many(make_sweep(laws=laws, lengths=lengths))
     again = [
@@ -65,6 +66,13 @@ def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
         for record in make_sweep("20261120-130000-demo-abcd", laws, lengths[:1])
     ]
     sqlite_store.apply_many([again[0].model_copy(update={"spec": {"only": ["chunked"]}}), *again[1:]])
+    cancelled = [
+        record.model_copy(
+            update={"at": record.at.replace(hour=14)} | ({"state": "cancelled"} if record.type == "run_end" else {})
+        )
+        for record in make_sweep("20261120-140000-demo-abcd", laws, lengths[1:])
+    ]
+    sqlite_store.apply_many(cancelled)
     after = make_sweep(RUN, laws, lengths)
     for place, record in enumerate(after):
         after[place] = record.model_copy(update={"at": record.at.replace(day=21)})
