@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Better, Quantities
 from jobs.specs.kinds import kinds
-from orchestrator.judge.rules import Gates, GatesError, Rule, Target, load_gates
+from jobs.specs.load import load_spec
+from jobs.specs.spec import SpecError
+from orchestrator.judge.rules import READY_SPECS, Gates, GatesError, Rule, Target, load_gates
 
 _NEVER_BELOW_ZERO = ("ms", "s", "MiB", "tok/s", "token", "J/tok", "W")
 
@@ -25,12 +28,19 @@ def own_gates(path: Path | None) -> Gates:
 
 
 def misdirected(gates: Gates) -> Iterator[str]:
-    """One line for each rule whose quantities are unknown or unlike, or whose bound nothing can miss."""
+    """One line for each rule whose quantities are unknown or unlike, whose bound nothing can miss, or whose way to
+    missing evidence is no spec."""
     declared = Quantities(quantity for kind in kinds().values() for quantity in kind.QUANTITIES)
     for target in gates.targets:
         for rule in target.rules:
             if mistake := _mistake(rule, target, declared):
                 yield f"targets.{target.name}.rules.{rule.rule}.{mistake}"
+        judged = (rule for hardware in gates.of(target) for rule in target.rules_on(hardware))
+        for name, measure in dict.fromkeys((rule.rule, rule.measure) for rule in judged if rule.measure.spec):
+            try:
+                load_spec(READY_SPECS / (measure.spec or ""), measure.set)
+            except SpecError as err:
+                yield f"targets.{target.name}.rules.{name}.measure: {measure.spec}: {in_a_line(err)}"
 
 
 def _mistake(rule: Rule, target: Target, declared: Quantities) -> str | None:

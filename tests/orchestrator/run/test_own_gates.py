@@ -40,6 +40,10 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
         (MEMORY | {"at_least": 1.0}, "at_least: of peak_memory lower is better, so that only too good ones"),
         (ratio("throughput", "throughput", at_least=0.0), "at_least: 0: nothing is below it; give a bound"),
         ({"kind": "exponent", "metric": "time", "at_least": -1.0}, "at_least: -1: nothing is below it"),
+        (
+            MEMORY | {"at_most": 1.0, "measure": {"spec": "bench.yaml", "set": ["lengths=[0]"]}},
+            "measure: bench.yaml: lengths.0: 0",
+        ),
     ],
 )  # fmt: skip
 def test_a_rule_that_decides_nothing_is_refused(tmp_path: Path, rule: dict[str, Any], message: str) -> None:
