@@ -39,7 +39,9 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def hide_password(text: str) -> str:
-    """The text with passwords in URLs replaced by ***."""
+    """The text with passwords in URLs replaced by ***, also in mistyped ones."""
     # Up to the last @ of the line, and of an option up to the next: a password may hold an unescaped @, / or space.
     text = re.sub(r"(://[^:/@\s]*):.*@", r"\1:***@", text)
+    text = re.sub(r"^(?!.*://)\S*:\S*@", "***@", text)
+    text = re.sub(r"(://[^:/@\s\[]+):(?!\d+\b|\*)[^\s'\"]*", r"\1:***", text)  # no port, so one without its @
     return re.sub(r"(password=)[^&'\")]+", r"\1***", text)

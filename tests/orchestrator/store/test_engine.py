@@ -15,6 +15,7 @@ from sqlalchemy import update
 from sqlalchemy.engine import make_url
 
 import orchestrator
+from orchestrator.database_url import hide_password
 from orchestrator.settings import Settings
 from orchestrator.store import Store, StoreError, StoreUnavailable, queries, upgrade
 from orchestrator.store.models import Run
@@ -111,6 +112,31 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
         tables = theirs.execute("SELECT name FROM sqlite_master").fetchall()
     assert ("bookmark",) in tables
     assert ("run",) not in tables
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgres://nsa:secret@host/nsa",
+        "postgresql:/nsa:secret@host/nsa",
+        "postgresql//nsa:secret@host/nsa",
+        "nsa:secret@host/nsa",
+        "postgresql://nsa:secret/nsa",
+        "postgresql://nsa:1secret#host/nsa",
+    ],
+)
+def test_a_mistyped_url_is_told_without_its_password(url: str):
+    with pytest.raises(StoreError) as refused:
+        Store.open(url)
+    assert "secret" not in str(refused.value)
+    assert "***" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://127.0.0.1:8265, http://h:80/x", "postgresql://nsa@[::1]:5432/nsa", "FATAL: a@b"]
+)
+def test_what_is_no_password_is_shown(text: str):
+    assert hide_password(text) == text
 
 
 def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
