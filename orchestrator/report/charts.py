@@ -113,12 +113,12 @@ def kind_charts(store: Store, run_id: str, kind: str) -> list[Chart]:
 
 
 def _thinned(rows: Sequence[Mapping[Any, Any]]) -> list[Mapping[Any, Any]]:
-    """At most about `_MOST_ROWS` rows: a series, the rows of the same texts, is whole if it is short."""
+    """At most about `_MOST_ROWS` rows, with the last of each series, the rows of the same texts; a short one is whole."""
     found = defaultdict(list)
     for row in rows:
         found[tuple(value for value in row.values() if isinstance(value, str))].append(row)
     most = max(_MOST_ROWS // len(found), 1)
-    return [row for one in found.values() for row in one[:: math.ceil(len(one) / most)]]
+    return [row for one in found.values() for row in (*one[: -1 : math.ceil(len(one) / most)], one[-1])]
 
 
 def drawn(name: str, rows: Sequence[Mapping[Any, Any]], **values: Any) -> Chart:

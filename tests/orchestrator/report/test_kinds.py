@@ -11,7 +11,7 @@ import yaml
 import orchestrator
 from jobs.schema.states import PointState
 from orchestrator.report import charts, series
-from orchestrator.store import Store
+from orchestrator.store import Store, queries
 from orchestrator.store.importer import import_file
 
 REPORT = Path(orchestrator.__file__).parent / "report"
@@ -46,9 +46,20 @@ def test_of_many_rows_long_series_are_thinned_and_short_ones_are_whole(
     monkeypatch.setattr(charts, "_MOST_ROWS", 40)
     thinned = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
     assert len(thinned) <= 40 < len(whole)
+    lasts = [{row["text"]: row for row in rows} for rows in (thinned, whole)]
+    assert lasts[0] == lasts[1], "each line ends where it ended"
     held_out = [row for row in whole if row["text"] == "held out"]
     assert held_out
     assert [row for row in thinned if row["text"] == "held out"] == held_out
+
+
+def test_predicted_memory_is_drawn_against_the_measured(store: Store):
+    import_file(store, NEWEST["estimate"])
+    run_id = NEWEST["estimate"].name.removesuffix(".jsonl.gz")
+    peaks = [mib / 1024 for samples in queries.samples(store, run_id, "peak_memory").values() for mib in samples]
+    rows = charts.kind_charts(store, run_id, "estimate")[0].rows
+    assert [row["measured"] for row in rows] == pytest.approx(sorted(peaks))
+    assert all(row["predicted"] / row["measured"] == pytest.approx(1 + row["error"] / 100) for row in rows)
 
 
 def test_implementations_and_states_look_as_in_every_chart(sqlite_store: Store, sweep):
