@@ -121,8 +121,8 @@ def held_out(spec: DataSpec, seq_len: int) -> str:
 
 def few_texts(path: Path) -> bool:
     """Whether documents are split themselves: so few files, each a document, that all may fall on one side."""
-    files = files_below(path, "*")
-    return len(files) < FEW and all(Path(file.name.removesuffix(".gz")).suffix == ".txt" for file in files)
+    suffixes = [Path(file.name.removesuffix(".gz")).suffix for file in files_below(path, "*")]
+    return 0 < suffixes.count(".txt") < FEW  # documents of other kinds are refused beside them, other files not read
 
 
 def heldout_at(text: str | bytes, sha256: bytes, share: float, few: bool) -> int:

@@ -41,7 +41,7 @@ class DataSpec(Strict):
     )
     end_token: str = Field(default="<|endoftext|>", min_length=1, description="token after each document")
     pack: bool = Field(default=False, description="no document sees another, and positions begin with each")
-    heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the files, or documents, never trained on")
+    heldout: float = Field(default=0.1, gt=0, lt=1, description="share of the text that is never trained on")
     heldout_batches: Count = Field(default=8, description="batches that the held-out loss is taken over")
 
     @model_validator(mode="after")

@@ -188,6 +188,7 @@ def test_every_epoch_has_each_document_once_in_an_order_of_its_own_that_the_seed
 def test_few_texts_keep_their_ends(tmp_path: Path, tokenizer: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("a" * 90 + str(number) * 10)
+    (tmp_path / "README.md").write_text("no document")
     spec = DataSpec.model_validate(_data(tmp_path, tokenizer) | {"heldout": 0.1})
     assert sorted(_heldout(spec)) == [str(number) * 10 for number in range(3)]
     assert {learned for learned, _ in read(open_dataset(spec), spec)} == {"a" * 90}
