@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -132,9 +132,13 @@ class ModelCase(Case):
         common: dict[str, Any] = self.model_dump(include=fields) | self.shape.model_dump()
         common["layers"] = self.model.layers if self.workload == "model" else None
         sizes = attrgetter(*self.SIZES, "heads", "kv_heads", "head_dim")
-        if self.workload == "model" and sizes(self.model) not in map(sizes, MODELS.values()):  # no preset
-            text = ", ".join(f"{name} {getattr(self.model, name)}" for name in self.SIZES)
-            own["more"] = {**own.get("more", {}), MODEL.name: text}
+        if self.workload == "model":
+            alike = [preset.nsa for preset in MODELS.values() if sizes(preset) == sizes(self.model)]
+            parts = [] if alike else [f"{name} {getattr(self.model, name)}" for name in self.SIZES]
+            usual = asdict((*alike, NSAConfig())[0])
+            parts += [f"{name} {value}" for name, value in asdict(self.model.nsa).items() if value != usual[name]]
+            if parts:
+                own["more"] = {**own.get("more", {}), MODEL.name: ", ".join(parts)}
         return Axes(**common | own)
 
 

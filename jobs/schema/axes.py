@@ -38,8 +38,8 @@ class Axis:
         return f"{self.name}_" if self.name == "pass" else self.name
 
 
-# A kind's own, of those with a model: the sizes of one that is no preset, absent from the points of presets.
-MODEL = Axis("model", "text", "model's sizes", size=120)
+# A kind's own, of those with a model: the sizes of one that is no preset, and what differs of its nsa.
+MODEL = Axis("model", "text", "model's sizes", size=400)
 
 MORE = "axis_"  # prefix of the columns of frames and exports with a kind's own axes
 

@@ -60,6 +60,19 @@ def test_only_a_model_of_ones_own_has_its_sizes_as_an_axis(kind: str) -> None:
     assert axes == preset.axes.to_record()
 
 
+@pytest.mark.parametrize("kind", MODELLED)
+def test_models_that_differ_in_their_nsa_alone_share_no_cell(kind: str) -> None:
+    changed = {"cmp_block": 64, "cmp_stride": 32, "slc_block": 128, "slc_count": 32, "window": 4096}
+    changed |= {"init_blocks": 2, "local_blocks": 3}
+    own = [
+        _points(kind, model=_sized(kind, OWN | {"nsa": nsa}))[0] for nsa in ({"window": 64}, {"window": 32}, changed)
+    ]
+    presets = [_points(kind, preset="tiny")[0], _points(kind, preset="tiny", nsa={"window": 8})[0]]
+    assert len({str(point.axes.to_record()) for point in (*own, *presets)}) == 5
+    assert own[0].axes.more["model"].endswith(", window 64")
+    assert "model" not in presets[0].axes.more
+
+
 def test_a_backward_pass_has_the_sizes_of_each_case() -> None:
     points = _points(
         "backward", cases=[{"model": SIZED, "lengths": [64]}, {"model": SIZED, "layers": [1], "lengths": [64]}]
