@@ -18,14 +18,14 @@ from jobs.measure.isolation import trace_branch
 from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
-from jobs.schema.quantities import AGREEMENT, MEMORY, ROWS, TELEMETRY, THROUGHPUT, TIME
+from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Several, computes
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.nsa_effect import ALL, refuse_idle
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 
-QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *ROWS, *TELEMETRY)
+QUANTITIES = (TIME, THROUGHPUT, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (Axis("branch", "text", "branch"),)
 
 

@@ -1,33 +1,35 @@
 """Decoding throughput and bytes read against context length: NSA beside dense attention.
 
 A step stores one token of every sequence in the caches of all layers and attends from it. It is checked against the
-oracle, then timed at a constant context: each step first removes the token that the last one stored. If the project's
-kernels compute the step, replays of a CUDA graph are timed, else eager calls.
+oracle on a small case, then timed at a constant context: each step first removes the token that the last one stored.
+If the project's kernels compute the step, replays of a CUDA graph are timed, else eager calls. Rows of what the last
+timed step attends to are checked as well; for workload model those of an untimed step of attention alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Literal, Self
+from itertools import combinations, product
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
-from jobs.measure.check import Agreement, judge, small_case
+from jobs.measure.check import Agreement, Operator, judge, small_case
 from jobs.measure.operator import WorkloadSpec
+from jobs.measure.rows import RowCheck, row_metrics
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import HeadsSpec, Layers, OrDense
 from jobs.specs.fit import does_not_fit, refuse_unusable
 from jobs.specs.nsa_effect import refuse_idle
-from nsa_core import NSAConfig, compress, nsa_attention
-from nsa_core.backends import BACKENDS
-from nsa_core.cache import DenseCache, NSACache, Triple
+from nsa_core import NSAConfig, compress
+from nsa_core.backends import BACKENDS, naive
+from nsa_core.cache import DenseCache, NSACache
 from nsa_core.decode import TRITON, dense_step, nsa_step
 from nsa_core.model import LayerCache, ModelConfig, NSATransformer
 from nsa_core.rope import angles, rotate
@@ -76,8 +78,9 @@ class Case(ModelCase):
         singles = ({name: x[:, i : i + 1] for name, x in tokens.items()} for i in range(seq_len - steps, seq_len))
         got = torch.cat([_step(small, single, cache) for single in singles], 1)
         last = rotate(q, cos, sin)[:, -steps:], torch.sigmoid(tokens["gates"])[:, -steps:]
-        eager = _attention(small, *last, keys, values, "naive", self.torch_dtype)
-        truth = _attention(small, *last, keys, values, "reference", torch.float64)
+        parts = *last, keys, values, _means(config, keys[0], values[0], 0)
+        eager = _attention(small, parts, "naive", self.torch_dtype)
+        truth = _attention(small, parts, "reference", torch.float64)
         outputs = {"output": got}, {"output": eager}, {"output": truth}
         return judge(*outputs, self.torch_dtype, f"{steps} steps to S={seq_len}, {heads}", self.implementation)
 
@@ -141,17 +144,24 @@ def bytes_read(model: ModelConfig, batch: int, seq_len: int, itemsize: int) -> f
 @torch.no_grad()
 def measure(case: Case, beat: Beat) -> Measurement:
     """Check one point and measure its time. Raises as measure_call."""
-    _, measured = measure_call(
+    measured = measure_call(
         case,
         lambda: steps_of(case, beat),
         beat,
         throughput=STEP_THROUGHPUT,
         graphed=lambda route: case.device == "cuda" and set(route.values()) == {TRITON},
         memory=False,
-    )
+    )[1]
+    rows: tuple[Metric, ...] = ()
+    if case.workload == "model":
+        model = replace(case.model, layers=1, nsa=replace(case.model.nsa, compress="mean"))
+        alone = steps_of(case.model_copy(update={"workload": "attention", "model": model}), beat)
+        assert alone.rows is not None
+        alone.rows.take(alone.run())
+        rows = alone.rows.judge()
     read = bytes_read(case.model, case.batch, case.seq_len, case.torch_dtype.itemsize) / 2**20
     counted = Metric.of(BYTES_READ, read, method="counted: what the attention of a step reads of its caches")
-    return replace(measured, metrics=(*measured.metrics, counted))
+    return replace(measured, metrics=(*measured.metrics, *rows, counted))
 
 
 def steps_of(case: Case, beat: Beat) -> FunctionCall:
@@ -162,6 +172,7 @@ def steps_of(case: Case, beat: Beat) -> FunctionCall:
     whole = NSATransformer(model).to(device, dtype).eval() if case.workload == "model" else None
     generator = torch.Generator(device).manual_seed(case.seed)
     caches: list[LayerCache] = []
+    x = torch.empty(0)
     for layer in range(model.layers):
         beat("caches", layer, model.layers)
         size = case.batch, held, model.kv_heads, model.head_dim
@@ -187,7 +198,64 @@ def steps_of(case: Case, beat: Beat) -> FunctionCall:
             cache.note_length(held)
         return [_step(case, tokens, cache) for cache in caches] if whole is None else whole(token, cache=caches)
 
-    return FunctionCall(step, [])
+    return FunctionCall(step, [], None if whole is not None else StepCheck(case, x, tokens))
+
+
+class StepCheck(RowCheck):
+    """Checks the last layer's output of a step against float64 on what its cache was filled with: that of the first kv
+    head in the first sequence, and of the last in the last, where an offset that has outgrown 32 bits is wrong first.
+    """
+
+    def __init__(self, case: Case, filled: Tensor, tokens: Mapping[str, Tensor]) -> None:
+        self._case, self._inputs, self._taken = case, tokens, []
+        self._generator = torch.Generator(filled.device).manual_seed(case.seed + 2)
+        places = {(0, 0), (len(filled) - 1, filled.shape[2] - 1)}
+        self._filled = {(b, h): filled[b : b + 1, :, h : h + 1].clone() for b, h in places}
+
+    def take(self, result: Any) -> None:
+        """Copy the last layer's output as the present stream sees it."""
+        self._taken = [{"output": result[-1].clone()}]
+
+    def judge(self) -> tuple[Metric, Metric]:
+        """Error and bound of the last output taken, as metrics. Raises WrongResult.
+
+        Of choices of blocks that tie in float64, any is right.
+        """
+        case, model, config, dtype = self._case, self._case.model, self._case.model.nsa, self._case.torch_dtype
+        group, sides = model.heads // model.kv_heads, ({}, {}, {})  # got, eager, truth
+        for (b, h), x in self._filled.items():
+            heads, held = slice(h * group, (h + 1) * group), x.shape[1]
+            q, gates = (self._inputs[name][b : b + 1, :, heads] for name in ("q", "gates"))
+            k, v = (self._inputs[name][b : b + 1, :, :, h : h + 1].unbind(2) for name in "kv")
+            turn = angles(torch.arange(held, held + 1, device=x.device), x.shape[-1], _THETA, dtype)
+            k, q = (k[0], rotate(k[1], *turn), rotate(k[2], *turn)), rotate(q, *turn)
+            keys, values = ([torch.cat([x, y], 1) for y in new] for new in (k, v))
+            seen, block = config.cmp_tokens(held), config.cmp_block
+            last = _means(config, keys[0][:, -block:], values[0][:, -block:], held + 1 - block)
+            new = config.cmp_tokens(held + 1) - seen
+            compressed = [torch.cat([x[:, :seen], y[:, :new]], 1) for y in last]
+            parts = q, torch.sigmoid(gates), keys, values, compressed
+            got, pairs = self._taken[0]["output"][b : b + 1, :, heads].double(), []
+            for blocks in [None] if model.attention == DENSE else _choices(config, q, compressed[0], held):
+                eager = _attention(case, parts, "naive", dtype, blocks)
+                pairs.append((eager, _attention(case, parts, "reference", torch.float64, blocks)))
+            nearest = min(pairs, key=lambda pair: (got - pair[1]).abs().max().item())
+            for side, y in zip(sides, (got, *nearest), strict=True):
+                side[f"output of sequence {b}, kv head {h}"] = y
+        where = f"a row of {len(self._filled)} at S={case.seq_len}"
+        return row_metrics(judge(*sides, dtype, where, case.implementation))
+
+
+def _choices(config: NSAConfig, q: Tensor, k_cmp: Tensor, position: int) -> Iterator[Tensor]:
+    """Blocks [1,1,1,n] that a query of one kv head may choose: float64's, and others whose ranks are within a tie."""
+    ranks = naive.block_ranks(q.double(), k_cmp.double(), config, position, q.shape[-1] ** -0.5).flatten()
+    count, tie = min(config.slc_count, len(ranks)), 1 - Operator.tie
+    least = ranks.sort(descending=True).values[count - 1]
+    sure = (ranks * tie > least).nonzero().flatten().tolist()
+    tied = ((ranks * tie <= least) & (ranks >= least * tie)).nonzero().flatten().tolist()
+    for some in combinations(tied, count - len(sure)):
+        chosen = [*sorted([*sure, *some]), *[-1] * (config.slc_count - count)]
+        yield torch.tensor(chosen, device=q.device).view(1, 1, 1, -1)
 
 
 def _step(case: Case, token: Mapping[str, Tensor], cache: LayerCache) -> Tensor:
@@ -216,13 +284,25 @@ def _tokens(case: Case, batch: int, tokens: int, seed: int) -> dict[str, Tensor]
 
 
 def _attention(
-    case: Case, q: Tensor, gates: Tensor, keys: Triple, values: Triple, backend: str, dtype: torch.dtype
+    case: Case,
+    parts: tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+    backend: str,
+    dtype: torch.dtype,
+    blocks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [1,rows,Hq,D] of the last rows to all tokens, rotated and compressed as given, computed in `dtype`."""
-    config = case.model.nsa
-    k_cmp, v_cmp = (x.to(dtype) for x in _means(config, keys[0], values[0], 0))
-    q, gates = q.to(dtype), gates.to(dtype)
-    keys, values = ((cmp.to(dtype), slc.to(dtype), win.to(dtype)) for cmp, slc, win in (keys, values))
+    """Attention [1,rows,Hq,D] of the last rows to all tokens, computed in `dtype`; blocks None: the backend's choice.
+
+    `parts` are q and gates of the rows, keys and values of each branch, rotated, and the compressed key and value.
+    """
+    config, by = case.model.nsa, BACKENDS[backend]
+    q, gates = (x.to(dtype) for x in parts[:2])
+    keys, values, (k_cmp, v_cmp) = ([x.to(dtype) for x in each] for each in parts[2:])
+    scale, offset = q.shape[-1] ** -0.5, keys[0].shape[1] - q.shape[1]
     if case.model.attention == DENSE:
-        return BACKENDS[backend].window(q, keys[1], values[1], None, keys[1].shape[1], q.shape[-1] ** -0.5)
-    return nsa_attention(q, keys, values, gates, config, k_cmp=k_cmp, v_cmp=v_cmp, backend=backend)
+        return by.window(q, keys[1], values[1], None, keys[1].shape[1], scale)
+    if blocks is None:
+        blocks = by.select(q, k_cmp, config, offset, scale)
+    cmp, slc, win = gates.unbind(-1)
+    out = by.compressed(q, k_cmp, v_cmp, cmp, config, offset, scale)
+    out += by.selected(q, keys[1], values[1], slc, blocks, config, scale)
+    return out + by.window(q, keys[2], values[2], win, config.window, scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
-from jobs.measure.check import Agreement, WrongResult, check_attention
+from jobs.measure.check import Agreement, Operator, WrongResult, check_attention
 from jobs.measure.clock import TimingSpec, measure_time
 from jobs.measure.memory import measure_peak, tensor_bytes
-from jobs.measure.rows import RowCheck
+from jobs.measure.rows import RowCheck, check_rows
 from jobs.schema.axes import MODEL, Axes
 from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
@@ -91,14 +91,16 @@ class ModelCase(Case):
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
-    def estimate(self, batch: int | None = None) -> MemoryEstimate | None:
-        """Memory that nsa_core.memory predicts; None if it has no prediction for the implementation.
+    @property
+    def pass_batch(self) -> int:
+        """Sequences of one pass of one process."""
+        return self.batch
 
-        `batch` are the sequences of one pass of one process; None: all.
-        """
+    def estimate(self) -> MemoryEstimate | None:
+        """Memory of a process that nsa_core.memory predicts; None if it has no prediction for the implementation."""
         if not predicts(self.implementation):
             return None
-        common: dict[str, Any] = {"implementation": self.implementation, "batch": batch or self.batch}
+        common: dict[str, Any] = {"implementation": self.implementation, "batch": self.pass_batch}
         common |= {"seq_len": self.seq_len, "backward": self.backward, "device": self.torch_device}
         if self.workload == "attention":
             return estimate_attention(self.model.nsa, dtype=self.torch_dtype, **self.shape.model_dump(), **common)
@@ -121,10 +123,17 @@ class ModelCase(Case):
         return Point(spec.kind, label, self, self.axes(**axes), self.predicted_bytes(), skip)
 
     def check(self) -> Agreement:
-        """Compare the attention with the oracle. Raises WrongResult."""
+        """Compare the attention with the oracle, of a model also at the size of a pass. Raises WrongResult."""
         settings: tuple[Any, ...] = self.model.nsa, self.shape, self.torch_dtype, self.torch_device
         how: dict[str, Any] = {"backward": self.backward, "seed": self.seed, "branches": self.branches}
-        return check_attention(self.implementation, *settings, **how)
+        agreement = check_attention(self.implementation, *settings, **how)
+        return agreement if self.workload == "attention" else replace(agreement, rows=self.check_rows())
+
+    def check_rows(self) -> tuple[Metric, ...]:
+        """Compare rows of attention alone, at the size that the model's layers have it. Raises WrongResult."""
+        operator = Operator.of(self.implementation, replace(self.model.nsa, compress="mean"), self.branches)
+        size = self.shape, self.pass_batch, self.seq_len, self.torch_dtype, self.torch_device
+        return check_rows(operator, *size, backward=self.backward, seed=self.seed)
 
     def axes(self, **own: Any) -> Axes:
         """Axes of the point; `own` adds some or replaces them."""
@@ -203,8 +212,12 @@ def measure_call(
         if graphed is not None and graphed(route):
             graph, how = torch.cuda.CUDAGraph(), "; replays of a CUDA graph"
             with torch.cuda.graph(graph):
-                call.run()
-            run = graph.replay
+                result = call.run()
+
+            def run() -> object:
+                graph.replay()
+                return result
+
         hooks = {} if call.rows is None else {"before": call.rows.renew, "after": call.rows.take}
         timed = measure_time(run, device, case.timing, beat, **hooks)
         if call.rows is not None:

@@ -42,12 +42,14 @@ class Agreement:
     bound: float  # highest error allowed
     case: str  # description of the tensors compared
     factor: float = 2  # multiple of an eager run's error in the bound
+    rows: tuple[Metric, ...] = ()  # error and bound of rows at the size of a pass
 
     def metrics(self) -> list[Metric]:
         error, bound = "max |x - oracle| / max |oracle|", f"{self.factor:g} times an eager run's in the dtype"
         return [
             Metric.of(ORACLE_ERROR, self.error, method=f"{error}, {self.case}"),
             Metric.of(ORACLE_ERROR_BOUND, self.bound, method=f"{bound}, plus a floor"),
+            *self.rows,
         ]
 
 

@@ -29,9 +29,10 @@ class PassCase(ModelCase):
     AUTOCAST = True
 
     def check(self) -> Agreement:
-        """Compare a small form of the model with the oracle. Raises WrongResult."""
+        """Compare a small form of the model with the oracle, and attention at the pass's size. Raises WrongResult."""
         settings = self.torch_dtype, self.torch_device
-        return check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
+        agreement = check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
+        return replace(agreement, rows=self.check_rows())
 
 
 class ImplementationsSpec(ModelledSpec):

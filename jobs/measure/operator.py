@@ -17,7 +17,7 @@ from jobs.measure.model_pass import ModelPass
 from jobs.measure.rows import RowCheck
 from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
-from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, ROWS, THROUGHPUT, TIME
+from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
 from jobs.specs import fields
 from jobs.specs.fit import refuse_unusable
 from jobs.specs.model import ModelledSpec
@@ -27,7 +27,7 @@ from nsa_core.memory import MemoryEstimate
 from nsa_core.model import ModelConfig
 
 # Quantities of `measure_operator`.
-OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, *ROWS)
+OPERATOR_QUANTITIES = (TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT)
 
 
 class OperatorCase(ModelCase):
@@ -40,7 +40,8 @@ class OperatorCase(ModelCase):
             return attention
         settings = self.torch_dtype, self.torch_device
         model = check_model(self.implementation, self.model, *settings, backward=self.backward, seed=self.seed)
-        return max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+        worse = max(attention, model, key=lambda agreement: agreement.error / agreement.bound)
+        return replace(worse, rows=attention.rows)
 
     def operator(self) -> Operator:
         """The attention that is called."""

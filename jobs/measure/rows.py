@@ -1,4 +1,5 @@
-"""Check of a timed call itself: rows of its output and gradients, at the size and on the data that were timed.
+"""Check of a timed call itself: rows of its output and gradients, at the size and on the data that were timed. What is
+timed as a whole model has its attention checked by a call of its own, at the same size.
 
 A row of the output, and of the gradients of q and the gates, follows from its own query; those of k and v at the last
 positions follow from the last queries. So float64 is affordable at any length. All sides attend to the blocks that the
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from jobs.measure import check
-from jobs.measure.check import Operator, WrongResult, choices, chooses_alike
+from jobs.measure.check import Agreement, Operator, WrongResult, choices, chooses_alike
 from jobs.schema.point import Metric
 from jobs.schema.quantities import ROWS_ERROR, ROWS_ERROR_BOUND
+from jobs.specs.fields import HeadsSpec
 from nsa_core import NSAConfig, compress
 from nsa_core.backends import BACKENDS
 
@@ -88,13 +90,7 @@ class RowCheck:
         scales = {name: _scale(rows, gradient=name != "output") for name, rows in truth.items()}
         got, eager, truth = ({name: x / scales[name] for name, x in side.items()} for side in (got, eager, truth))
         where = f"{len(truth['output'])} rows of q {tuple(q.shape)}"
-        agreement = check.judge(got, eager, truth, q.dtype, where, operator.name, operator.factor)
-        how = f"max |x - float64| / max |float64| of a row, {where}, of the last timed call, whose queries no other had"
-        bound = f"{operator.factor:g} times an eager run's of the same rows, plus a floor"
-        return (
-            Metric.of(ROWS_ERROR, agreement.error, method=how),
-            Metric.of(ROWS_ERROR_BOUND, agreement.bound, method=bound),
-        )
+        return row_metrics(check.judge(got, eager, truth, q.dtype, where, operator.name, operator.factor))
 
     def _compute(self, span: _Span, dtype: torch.dtype, blocks: Tensor | None) -> dict[str, Tensor]:
         """Output and gradients of a span's rows by plain matrix products in a dtype."""
@@ -123,6 +119,34 @@ class RowCheck:
             for row, (ours, exact, of_row) in enumerate(queries, span.rows.start):
                 if not chooses_alike(ours, exact, of_row, tie):
                     raise WrongResult(f"{name}: row {row} of {blocks.shape[1]} selects blocks {ours}, float64 {exact}")
+
+
+def check_rows(
+    operator: Operator, shape: HeadsSpec, batch: int, seq_len: int, dtype: torch.dtype, device: torch.device, *,
+    backward: bool, seed: int,
+) -> tuple[Metric, Metric]:  # fmt: skip
+    """Error and bound of rows of an untimed call, for attention that is timed as a part only. Raises WrongResult."""
+    inputs = check.make_inputs(shape, batch, seq_len, dtype, device, seed, backward)
+    if operator.computes is None:
+        del inputs["gates"]
+    towards = inputs["q"].detach().flip(1) if backward else None
+    rows = RowCheck(operator, inputs, towards, seed)
+    with torch.set_grad_enabled(backward):
+        out = operator.attend(inputs)
+    rows.take((out, torch.autograd.grad(out, [*inputs.values()], towards, allow_unused=True)) if backward else out)
+    del out
+    torch.cuda.empty_cache()  # CUDA graphs could not use it
+    return rows.judge()
+
+
+def row_metrics(agreement: Agreement) -> tuple[Metric, Metric]:
+    """Error and bound of the rows of a call."""
+    how = f"max |x - float64| / max |float64| of a row, {agreement.case}, whose queries no earlier call had"
+    bound = f"{agreement.factor:g} times an eager run's of the same rows, plus a floor"
+    return (
+        Metric.of(ROWS_ERROR, agreement.error, method=how),
+        Metric.of(ROWS_ERROR_BOUND, agreement.bound, method=bound),
+    )
 
 
 def _scale(rows: Tensor, *, gradient: bool) -> Tensor:

@@ -215,10 +215,9 @@ MEMORY = (PEAK_EXTRA_MEMORY, PEAK_MEMORY, PEAK_RESERVED, PEAK_DRIVER, PEAK_RSS)
 ESTIMATE_ERROR = Quantity("estimate_error", "%", "Error of the memory estimate")
 ORACLE_ERROR = Quantity("oracle_error", "1", "Error against the oracle", better=Better.LOWER)
 ORACLE_ERROR_BOUND = Quantity("oracle_error_bound", "1", "Bound of the error against the oracle")
-AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND)
 ROWS_ERROR = Quantity("rows_error", "1", "Error of rows at the size timed", better=Better.LOWER)
 ROWS_ERROR_BOUND = Quantity("rows_error_bound", "1", "Bound of the error of rows")
-ROWS = (ROWS_ERROR, ROWS_ERROR_BOUND)
+AGREEMENT = (ORACLE_ERROR, ORACLE_ERROR_BOUND, ROWS_ERROR, ROWS_ERROR_BOUND)
 
 STAGE = Quantity("stage_*", "ms", "Stage", better=Better.LOWER, role=Role.STAGE)
 

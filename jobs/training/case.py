@@ -103,11 +103,15 @@ class TrainingCase(ModelCase):
     def last_step(self) -> int:
         return self.steps if self.soak is None else ENDLESS
 
+    @property
+    def pass_batch(self) -> int:
+        return self.layout.micro_batch
+
     def predicted_bytes(self) -> int | None:
         """Predicted peak memory of one rank; of a compiled training the bound that eager passes are. None without a
         prediction, as of sharded weights."""
         layout = self.layout
-        if (estimate := self.estimate(layout.micro_batch)) is None or (layout.ranks > 1 and layout.parallel == "fsdp"):
+        if (estimate := self.estimate()) is None or (layout.ranks > 1 and layout.parallel == "fsdp"):
             return None
         # During the whole pass there are DDP's buckets, and beside them the gradients of earlier passes.
         kept = (layout.ranks > 1 and layout.parallel == "ddp") + (layout.accumulation > 1)

@@ -11,6 +11,7 @@ from travelling import CPU, HEADS, NSA, QUICK, measured, values_of
 from jobs import decode
 from jobs.decode import Spec, bytes_read, measure
 from jobs.measure.check import WrongResult
+from nsa_core import NSAConfig
 from nsa_core.model import PRESETS
 
 
@@ -31,9 +32,10 @@ def test_a_point_brings_time_bytes_agreement_and_its_route(implementation: str, 
     assert samples["throughput"] == pytest.approx([2 / ms * 1000 for ms in samples["time"]])
     assert found["bytes_read"] > 0
     assert 0 <= found["oracle_error"] <= found["oracle_error_bound"] < 1e-4
+    assert 0 <= found["rows_error"] <= found["rows_error_bound"] < 1e-4
     sparse = {"select", "slc", "win", *(["cmp"] if length >= 8 else [])}
     assert set(result.route) == ({"dense"} if implementation == "dense" else sparse)
-    assert "eager" in result.metrics[0].method
+    assert "eager" in next(metric.method for metric in result.metrics if metric.name == "time")
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "dense"])
@@ -59,7 +61,9 @@ def test_a_whole_model_is_measured(implementation: str) -> None:
     spec = _spec(workload="model", preset="tiny", shape=None, nsa=None, layers=None, implementations=[implementation])
     (point,) = spec.points(CPU)
     assert point.axes.layers == 2
-    assert values_of(measured(point))["time"] > 0
+    found = values_of(measured(point))
+    assert found["time"] > 0
+    assert 0 <= found["rows_error"] <= found["rows_error_bound"]
 
 
 def test_bytes_are_those_of_the_tokens_read() -> None:
@@ -85,3 +89,37 @@ def test_a_wrong_step_is_never_timed(implementation: str, monkeypatch: pytest.Mo
     with pytest.raises(WrongResult, match=rf"{implementation}: output is off by"):
         measure(point.case, lambda phase, done=0, total=0: phases.append(phase))
     assert phases == ["check"]
+
+
+@pytest.mark.parametrize("workload", ["attention", "model"])
+@pytest.mark.parametrize("implementation", ["chunked", "dense"])
+def test_a_step_that_is_right_in_small_caches_only_is_found(
+    implementation: str, workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impostor(case: Any, token: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
+        return right(case, token, cache) * (0.9 if cache.length > 1500 else 1)
+
+    right = decode._step
+    monkeypatch.setattr(decode, "_step", impostor)
+    changes = {"workload": "model", "preset": "tiny", "shape": None, "nsa": None} if workload == "model" else {}
+    (point,) = _spec(implementations=[implementation], lengths=[2000], layers=1, **changes).points(CPU)
+    with pytest.raises(WrongResult, match=rf"^{implementation}: output of sequence \d, kv head \d is off by.* S=2000"):
+        measured(point)
+
+
+def test_a_step_that_replays_its_first_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replay(case: Any, token: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
+        length = cache.length
+        return first.setdefault(length, right(case, token, cache))
+
+    right, first = decode._step, dict[int, torch.Tensor]()
+    monkeypatch.setattr(decode, "_step", replay)
+    with pytest.raises(WrongResult, match=r"^chunked: output of sequence \d, kv head \d is off by"):
+        measured(_spec(implementations=["chunked"], lengths=[500], layers=1).points(CPU)[0])
+
+
+def test_choices_of_blocks_that_tie_are_all_right() -> None:
+    config = NSAConfig(cmp_block=1, cmp_stride=1, slc_block=1, slc_count=4, init_blocks=1, local_blocks=1)
+    keys = torch.tensor([0, 3, 1, 2, 2.0001, 1, 0]).log1p().view(1, 7, 1, 1).expand(1, 7, 1, 4)  # two tie
+    chosen = decode._choices(config, torch.full((1, 1, 1, 4), 0.5), keys, 6)
+    assert [blocks.flatten().tolist() for blocks in chosen] == [[0, 1, 3, 6], [0, 1, 4, 6]]

@@ -11,10 +11,12 @@ import pytest
 import torch
 from travelling import CPU, H200, HEADS, NSA, QUICK, measured, values_of
 
+from jobs import estimate
 from jobs.measure import check
 from jobs.measure.check import WrongResult
 from jobs.measure.operator import lowest_ms
 from jobs.scaling import Spec
+from jobs.specs.kinds import kind_module
 from nsa_core.backends import chunked, gather
 
 LENGTH = 512  # longer than what is checked before
@@ -96,6 +98,20 @@ def test_a_gradient_that_is_wrong_at_the_timed_length_is_found(monkeypatch: pyte
     (point,) = _case(passes=["forward+backward"]).points(CPU)
     with pytest.raises(WrongResult, match=r"^gather: gradient of q is off by"):
         measured(point)
+
+
+@pytest.mark.parametrize("kind", ["scaling", "estimate", "train"])
+def test_attention_that_is_wrong_at_a_models_length_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _impostor(monkeypatch, right_for_short_sequences_only)
+    spec: dict[str, Any] = {"kind": kind, "name": "t", "device": "cpu", "preset": "tiny", "batch": 2}
+    if kind == "train":
+        spec |= {"backend": "gather", "seq_len": LENGTH, "steps": 5, "optimizer": {"warmup_steps": 1}}
+    else:
+        spec |= {"implementations": ["gather"], "lengths": [LENGTH], "passes": ["forward+backward"]}
+        spec |= {"workload": "model"} if kind == "scaling" else {}
+    monkeypatch.setattr(estimate, "predicts", lambda name: True)
+    with pytest.raises(WrongResult, match=rf"^gather: .* is off by .* rows of q \(2, {LENGTH}, "):
+        measured(kind_module(kind).Spec.model_validate(spec).points(CPU)[0])
 
 
 def test_a_clock_that_is_replaced_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
