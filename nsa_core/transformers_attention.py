@@ -27,8 +27,8 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
 
     Raises:
         ImportError: transformers is not installed. Of the model's passes, InputError: padding or dropout is asked for,
-            sequences are packed without their bounds, or the model's attention is another one than softmax over all
-            positions up to the query's.
+            sequences are packed without their bounds, the cache is static, or the model's attention is another one than
+            softmax over all positions up to the query's.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
     from transformers.masking_utils import flash_attention_mask  # pyright: ignore[reportMissingImports]
@@ -55,6 +55,8 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
             if positions is not None and positions.ndim == 2:  # other attentions take sequences to be packed by them
                 fix = "give their bounds, too: DataCollatorWithFlattening(return_flash_attn_kwargs=True)"
                 require((positions[:, 1:] != 0).all(), "position_ids", "packed sequences", fix)
+                fix = "use a cache that grows: a static one has keys that no token has written"
+                require((positions[:, -1] + 1 >= key.shape[2]).all(), "cache", f"{key.shape[2]} keys", fix)
             return nsa_attention(q, k, v, gates, sizes, scale=scaling, backend=backend), None
         q, k, v, gates = (x.flatten(0, 1) for x in (q, k, v, gates))
         out = nsa_attention(q, k, v, gates, sizes, cu_seqlens=bounds, scale=scaling, backend=backend)

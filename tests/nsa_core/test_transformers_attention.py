@@ -29,6 +29,8 @@ def test_it_generates_with_its_cache_what_it_does_without(llama) -> None:
     tokens = torch.randint(64, (2, 60))
     found = [llama.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*found)
+    with pytest.raises(InputError, match=r"^cache: \d+ keys: use a cache that grows"):
+        llama.generate(tokens, max_new_tokens=8, do_sample=False, cache_implementation="static")
     assert not torch.allclose(llama(tokens).logits, _dense(llama, tokens))
 
 
