@@ -113,7 +113,7 @@ def kind_charts(store: Store, run_id: str, kind: str) -> list[Chart]:
 
 
 def _thinned(rows: Sequence[Mapping[Any, Any]]) -> list[Mapping[Any, Any]]:
-    """At most about `_MOST_ROWS` rows, with the last of each series, the rows of the same texts; a short one is whole."""
+    """At most about `_MOST_ROWS` rows, the last of each series, the rows of the same texts, too; short ones whole."""
     found = defaultdict(list)
     for row in rows:
         found[tuple(value for value in row.values() if isinstance(value, str))].append(row)

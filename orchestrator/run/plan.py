@@ -195,12 +195,13 @@ def points_of(
     spec: JobSpec, machines: Mapping[str | None, Machine], ended: Sequence[EndedPoint] | None = None
 ) -> list[Point]:
     """The points of a spec, or those that follow from others. Raises SpecError if one has axes that its kind did not
-    declare so, or `only` names none."""
+    declare so, or `only` names one that there is not."""
     declared = axes_of(kind_module(spec.kind))
     points = [point for point in spec.all_points(machines, ended) if not spec.only or point.label in spec.only]
-    if not points and spec.only and ended is None:
+    follow = points and type(spec).next_points is not JobSpec.next_points  # labels not known yet
+    if ended is None and not follow and (unknown := {*spec.only} - {point.label for point in points}):
         problem = "no point of the spec has this label here, or it follows from others; --dry-run lists them"
-        raise SpecError(f"only: {shown(spec.only[0])}: {problem}")
+        raise SpecError(f"only: {shown(min(unknown))}: {problem}")
     try:
         for point in points:
             check_values(point.axes, declared)

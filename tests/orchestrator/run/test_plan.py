@@ -10,6 +10,8 @@ import pytest
 from jobs.schema.point import Conclusion, EndedPoint, Machine, Metric, Point
 from jobs.schema.quantities import TIME
 from jobs.schema.states import PointState
+from jobs.specs.load import parse_spec
+from jobs.specs.spec import SpecError
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import Assignment
 from orchestrator.run import plan
@@ -124,6 +126,16 @@ def test_other_points_than_the_runs_are_refused() -> None:
     for points in ([_size(1)], [_size(number) for number in range(9)]):
         with pytest.raises(UserError, match="its points differ from the spec's points"):
             plan.make_plan(RUN, points, CPU, _further, old)
+
+
+def test_a_label_that_no_point_has_is_refused_beside_one_that_a_point_has() -> None:
+    spec = {"kind": "scaling", "name": "t", "device": "cpu", "implementations": ["chunked"]}
+    spec |= {"preset": "tiny", "lengths": [64, 128], "passes": ["forward+backward"]}
+    there = "chunked forward+backward S=64"
+    found = plan.points_of(parse_spec(spec | {"only": [there]}), CPU)
+    assert [point.label for point in found] == [there]
+    with pytest.raises(SpecError, match=r"^only: 'chunked forward S=64': no point of the spec has this label here"):
+        plan.points_of(parse_spec(spec | {"only": [there, "chunked forward S=64"]}), CPU)
 
 
 def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None]) -> plan.Plan:
