@@ -19,7 +19,7 @@ from hypothesis import settings
 
 settings.register_profile("thorough", max_examples=2_500)  # make test-thorough: of four properties
 
-# The suite is made for two cores, and more threads only fight over them: two for one process, one for each of two.
+# The suite is made for two cores, and more threads only fight over them: two for one process, one for each of three.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 # A thread that waits for others sleeps: by default it spins, which costs those others the core that they need.
@@ -38,13 +38,12 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # marker `large` are a group, too. pytest-xdist's own marker cannot say it: 3.8's loadgroup does not reach pytest 9's
 # node ids.
 ON_CLUSTERS = (  # of Ray
-    "tests/deploy/test_compose_stack.py",
-    "tests/deploy/test_token.py",
     "tests/e2e/",
     "tests/orchestrator/cli/test_services.py",
 )
 IN_PROCESSES = (
     "tests/dashboard/test_browser.py",
+    "tests/deploy/test_compose_stack.py",
     "tests/deploy/test_wheel.py",
     "tests/jobs/training/test_checkpoints.py",
     "tests/jobs/training/test_ranks.py",

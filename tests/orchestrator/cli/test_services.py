@@ -1,17 +1,13 @@
-"""`nsa up` and `nsa down` on private ports with real processes; only processes started here are stopped."""
+"""What `nsa up` and `nsa down` look at before they act; tests/e2e/test_nsa.py starts real clusters."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import free_ports
-from ray.job_submission import JobSubmissionClient
 
 from orchestrator.cli import services
 from orchestrator.errors import UserError
@@ -36,45 +31,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settin
     services.down(made)
 
 
-@pytest.mark.ray
-def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray hands a job the address noted in its cluster's folder: two clusters need two folders."""
-    short = tempfile.mkdtemp(prefix="nsa-ray-")  # Ray's socket paths must fit 107 characters
-    monkeypatch.setenv("RAY_TMPDIR", short)
-    ray, dashboard = free_ports(2)
-    second = settings.model_copy(
-        update={"home": settings.home / "b", "ray_dashboard": f"http://127.0.0.1:{ray}", "dashboard_port": dashboard}
-    )
-    try:
-        up = services.up(settings, num_cpus=1)
-        assert [s.healthy for s in up] == [True, True]
-        begun = [s.pid for s in up]
-        assert [s.pid for s in services.up(settings, num_cpus=1)] == begun  # a second `up` starts nothing
-        services.up(second, num_cpus=1)
-        first_address, second_address = (_address_in_a_job(one.ray_dashboard) for one in (settings, second))
-        assert first_address != second_address
-        assert ray_access.local_address(settings) == first_address  # for a driver that is no job
-        assert ray_access.local_address(second) == second_address
-        _down_leaves_nothing(second)
-        assert [s.healthy for s in services.local_services(settings)] == [True, True]
-        _down_leaves_nothing(settings)
-    finally:
-        services.down(second)
-        services.down(settings)
-        shutil.rmtree(short, ignore_errors=True)
-
-
-def _down_leaves_nothing(settings: Settings) -> None:
-    folder = ray_access.folder_of_a_new_cluster(settings)
-    assert (folder / "ray_current_cluster").exists()
-    assert services.down(settings) == ["dashboard", "ray"]
-    assert not folder.parent.exists()
-    assert not any(s.healthy or s.pid for s in services.local_services(settings))
-    assert services.down(settings) == []
-
-
 def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
     """As where the file with its process was lost; the folder of one that is gone goes with the next `down`."""
     folder = ray_access.folder_of_a_new_cluster(settings)
@@ -85,16 +41,6 @@ def test_a_folder_stays_while_its_cluster_answers(settings: Settings) -> None:
         assert folder.exists()
     assert services.down(settings) == []
     assert not folder.parent.exists()
-
-
-def _address_in_a_job(dashboard: str) -> str:
-    client = JobSubmissionClient(dashboard)
-    job = client.submit_job(entrypoint=f"{sys.executable} -c 'import os; print(os.environ[\"RAY_ADDRESS\"])'")
-    lines: list[str] = []
-    while not lines:  # a job may have ended before its log is there
-        time.sleep(0.2)
-        lines = re.findall(r"^[\d.]+:\d+$", client.get_job_logs(job), re.MULTILINE)
-    return lines[0]
 
 
 @pytest.mark.parametrize("field", ["ray_dashboard", "dashboard_port"])
