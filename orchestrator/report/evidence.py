@@ -6,12 +6,13 @@ What no stored run has is "not measured", with the spec that would measure it.
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
+import pandas as pd
 import yaml
 from markupsafe import Markup
 from pydantic_core import to_jsonable_python
@@ -20,6 +21,10 @@ from jobs.schema.axes import AXES, MORE
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import scaling_fits
+from orchestrator.judge.decisions import Decision, decisions
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.verdicts import evaluate
+from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
 
 Row = Mapping[Any, Any]
@@ -43,13 +48,25 @@ class Evidence:
         self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
         self.points = cache(lambda run_id: queries.states(store, run_ids=[run_id]).to_dict("records"))
         self.fits = cache(lambda run_id: scaling_fits(queries.scaling(store, run_ids=[run_id])))
-        self._measured = cache(lambda run_id: queries.measurements(store, run_ids=[run_id]).set_index("point_id"))
+        self._measured = cache(lambda run_id: _by_point(queries.measurements(store, run_ids=[run_id])))
 
     def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
         """A point's metrics: value and unit by name."""
-        rows = self._measured(row["run_id"])
-        rows = rows.loc[rows.index == row["point_id"], ["metric", "value", "unit"]]
-        return {str(metric): (value, unit) for metric, value, unit in rows.itertuples(index=False)}
+        return self._measured(row["run_id"])[row["point_id"]]
+
+    @cached_property
+    def decisions(self) -> list[Decision]:
+        """The decisions on these runs by the rules of the settings."""
+        gates = load_gates(load_settings().gates)
+        return decisions(gates, evaluate(self.store, gates, [run["run_id"] for run in self.runs]))
+
+
+def _by_point(measurements: pd.DataFrame) -> Mapping[str, dict[str, tuple[float, str]]]:
+    """Value and unit of each metric by its point."""
+    found: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+    for point_id, metric, value, unit in measurements[["point_id", "metric", "value", "unit"]].itertuples(index=False):
+        found[point_id][metric] = value, unit
+    return found
 
 
 class Spec:

@@ -27,14 +27,12 @@ from jobs.schema.plain_text import error_in_a_line, for_file, for_html, in_a_lin
 from jobs.schema.quantities import readable
 from orchestrator.errors import UserError
 from orchestrator.judge.branches import take_overs
-from orchestrator.judge.decisions import decisions
-from orchestrator.judge.rules import load_gates
-from orchestrator.judge.verdicts import evaluate
+from orchestrator.judge.decisions import Decision
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
 from orchestrator.report.write import Facts, growth_chart
-from orchestrator.settings import example_spec, load_settings
+from orchestrator.settings import example_spec
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import OutputError, to_csv, to_json, write_file
 
@@ -244,10 +242,9 @@ class _Calls:
         tables = bench.tables(bench.collect(self._store, list(run_ids)))
         return [(each.title, each.note, Markup(self._draw(each))) for each in tables]
 
-    def decisions(self) -> list[Any]:
+    def decisions(self) -> list[Decision]:
         """The decisions on these runs, as `nsa gate` and `nsa plan` have them."""
-        gates = load_gates(load_settings().gates)
-        return decisions(gates, evaluate(self._store, gates, self._run_ids))
+        return self._evidence.decisions
 
     def quantity(self, name: str) -> Any:
         """A quantity that the runs declare: its title, unit and whether more of it is better."""
