@@ -1,4 +1,4 @@
-"""A training that loses its process, its driver and its patience, and goes on each time from its last checkpoint."""
+"""A training that crashes, is cancelled, and goes on each time from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,11 +17,9 @@ from trainings import by_name, write_text
 from travelling import travelled
 
 from jobs.schema.point import Machine, Metric
-from jobs.schema.states import PointState
 from jobs.specs.load import load_spec
 from jobs.train import Spec, measure
-from orchestrator.database_url import StoreError
-from orchestrator.store import Store, journal, queries
+from orchestrator.store import journal
 from orchestrator.store.records import EventRecord, MetricData, OutcomeRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +31,7 @@ name: resumed
 device: cpu
 seq_len: 32
 batch: 4
-steps: 300
+steps: 200
 checkpoints: {every: 10}
 restarts: 1
 data: {path: TEXT, heldout_batches: 2}
@@ -53,12 +50,12 @@ def _start(home: Path, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def _until(condition: Callable[[], bool], running: subprocess.Popen[str], pause: float = 0.01) -> None:
+def _until(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert running.poll() is None, running.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(pause)
+        time.sleep(0.01)
 
 
 def _newest(home: Path) -> int:
@@ -67,50 +64,31 @@ def _newest(home: Path) -> int:
     return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
 
 
-def _has_an_end(home: Path) -> bool:
-    """Whether the database has steps and a rate of the running point, from which its end follows."""
-    with suppress(StoreError), Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
-        (path,) = home.glob(f"artifacts/*/{journal.NAME}")
-        (point,) = queries.points(store, path.parent.name).to_dict("records")
-        return point["total"] == 300 and point["done"] > 10 and (point["rate"] or 0) > 0
-    return False
-
-
 def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
     return descendants(psutil.Process(driver.pid), "orchestrator.execute.point:answer")[0]
 
 
-def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
+def test_a_training_goes_on_after_a_crash_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     driver = _start(home, str(spec))
     _until(lambda: _newest(home) >= 10, driver)
     _worker(driver).kill()
     first = _newest(home)
     _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
-    _until(lambda: _has_an_end(home), driver, pause=0.1)  # asking takes the processor from the training
-    worker = _worker(driver)
-    driver.kill()
-    assert psutil.wait_procs([worker], timeout=30)[1] == []  # until then it may save another checkpoint
-    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
-    run_id = path.parent.name
-    second = _newest(home)
-    driver = _start(home, "--resume", run_id)
-    _until(lambda: _newest(home) > second, driver)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(60) == 130
     cancelled = _newest(home)
-    driver = _start(home, "--resume", run_id)
+    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+    driver = _start(home, "--resume", path.parent.name)
     assert driver.wait(200) == 0, driver.communicate()[0]
     records = list(journal.read(path))
     outcomes = [record for record in records if isinstance(record, OutcomeRecord)]
-    assert [outcome.state for outcome in outcomes] == ["crash", "lost", "cancelled", "ok"]
-    assert [outcome.attempt for outcome in outcomes] == [1, 2, 3, 4]
+    assert [(outcome.state, outcome.attempt) for outcome in outcomes] == [("crash", 1), ("cancelled", 2), ("ok", 3)]
     (event,) = [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
     assert "attempt 1 crashed (killed by SIGKILL); handed out again" in event.message
     metrics: dict[str, MetricData] = {metric.name: metric for metric in outcomes[-1].metrics}
-    assert outcomes[-1].state is PointState.OK
     assert list(metrics["resumed_step"].samples)[-1] == cancelled
-    assert len(metrics["resumed_step"].samples) == 3
+    assert len(metrics["resumed_step"].samples) == 2
     assert metrics["loss"].samples == _uninterrupted(spec)["loss"].samples, "bit by bit"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 import time
@@ -88,7 +88,8 @@ def outcomes(home: Path) -> list[OutcomeRecord]:
 def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) -> None:
     typo = _submit(cluster, home, DRILL, "--set", "lenghts=[1]")  # beside the sweep, which it must not disturb
     refused = subprocess.Popen(typo, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    done = submit(cluster, home, DRILL, *settings("[ok, crash, hang, oom, raise, skip, ok]", "resources.workers=2"))
+    each = "resources={workers: 2, num_gpus: 1, num_cpus: 1}"
+    done = submit(cluster, home, DRILL, *settings("[ok, crash, hang, oom, raise, skip, ok]", each))
     log = refused.communicate(timeout=60)[0].decode()
     with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
         [failed] = queries.runs(store, state="failed").to_dict("records")
@@ -96,25 +97,25 @@ def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) 
     assert failed["submission_id"] in log
     assert "exit code 1" in done.stdout + done.stderr, done.stdout + done.stderr
     row, points = stored(home)
-    assert list(points["state"]) == ["ok", "crash", "hang", "oom", "error", "skipped", "ok"]
-    assert row["state"] == "done"
+    ends = ["ok", "crash", "hang", "oom", "error", "skipped", "ok"]
+    assert (row["state"], list(points["state"])) == ("done", ends)
+    assert [bool(reason) for reason in points["reason"]] == [state != "ok" for state in ends]
+    for state, count in Counter(ends).items():
+        assert re.search(rf"^{state} +{count} *$", done.stdout, re.MULTILINE), done.stdout
     assert row["git_commit"] == "c0ffee"
     assert row["submission_id"] in done.stdout
     assert f"journal and artifacts: {home}" in done.stdout
     assert all("torch" in outcome.environment["packages"] for outcome in outcomes(home)), "of points that failed, too"
+    variables = [outcome.environment["variables"] for outcome in outcomes(home)]
+    assert {v["CUDA_VISIBLE_DEVICES"] for v in variables} == {"0", "1"}, "beside the one that hangs"
+    assert {v["OMP_NUM_THREADS"] for v in variables} == {"1"}
     [hang] = [outcome for outcome in outcomes(home) if outcome.state == "hang"]
     files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
-    assert any("measure (jobs/drill.py" in str(file.content) for file in files if file.name == "stacks.txt")
+    [stacks] = [file for file in files if file.name == "stacks.txt"]
+    assert "measure (jobs/drill.py" in str(stacks.content)
+    assert (home / "artifacts" / stacks.path).read_text() == stacks.content
+    assert stacks.path.startswith(f"{run_id(home)}/0002/1/")
     assert point_processes(cluster) == []
-
-
-def test_points_get_gpus_of_their_own_and_their_cores(cluster: Cluster, home: Path) -> None:
-    asked = ["resources={num_gpus: 1, num_cpus: 1}", "slow_s=5"]
-    done = drive(cluster, home, DRILL, *settings("[slow, slow]", *asked))
-    assert done.returncode == 0, done.stdout + done.stderr
-    variables = [outcome.environment["variables"] for outcome in outcomes(home)]
-    assert {v["CUDA_VISIBLE_DEVICES"] for v in variables} == {"0", "1"}
-    assert {v["OMP_NUM_THREADS"] for v in variables} == {"1"}
 
 
 def test_a_lost_worker_costs_the_probe_nothing_and_a_point_one_attempt(
@@ -167,21 +168,6 @@ def test_a_driver_is_stopped_while_ray_connects(cluster: Cluster, home: Path) ->
         assert list(queries.runs(store)["state"]) == ["cancelled"]
 
 
-def test_a_stopped_job_ends_cancelled_and_leaves_no_process(cluster: Cluster, home: Path) -> None:
-    args = settings("[ok, timeout, ok]", "resources.workers=1", "deadlines.point_s=600")
-    job = f"stop-{os.getpid()}"
-    options = ("--no-wait", "--submission-id", job)
-    subprocess.run(_submit(cluster, home, DRILL, *args, options=options), cwd=ROOT, env=cluster.env(home), check=True)
-    child = _measuring(cluster, home, after=1)
-    stop = ["ray", "job", "stop", "--address", cluster.dashboard, job]
-    subprocess.run(stop, env=cluster.env(home), check=True, capture_output=True)
-    assert psutil.wait_procs([child], timeout=60)[1] == []
-    row, points = stored(home)
-    assert row["state"] == "cancelled"
-    assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
-    assert records(home)[-1].type == "run_end"
-
-
 def test_a_killed_driver_leaves_no_process_on_the_cluster(cluster: Cluster, home: Path) -> None:
     command = [sys.executable, "-m", "jobs", DRILL, *settings("[timeout]", "deadlines.point_s=600")]
     driver = subprocess.Popen(command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.DEVNULL)
@@ -200,41 +186,51 @@ def test_a_sweep_stays_on_the_type_of_card_that_was_probed(cluster: Cluster, hom
     assert cards in (["4"] * 2, ["5"] * 2)
 
 
-def _measuring(cluster: Cluster, home: Path, after: int = 0) -> psutil.Process:
-    """Child process of the point that is measured once `after` outcomes are in the journal."""
+def _measuring(cluster: Cluster, home: Path) -> psutil.Process:
+    """Child process of the point that is measured."""
 
     def started() -> bool:
         paths = list((home / "artifacts").glob(f"*/{journal.NAME}"))
         if not paths:
             return False
         kinds = Counter(record.type for record in journal.read(paths[0]))
-        return kinds["outcome"] >= after and kinds["start"] > kinds["outcome"] and bool(point_processes(cluster))
+        return kinds["start"] > kinds["outcome"] and bool(point_processes(cluster))
 
     wait_for(started, 90, pause=0.2)
     time.sleep(1)
     return point_processes(cluster)[0]
 
 
-def test_a_job_that_waits_for_room_is_listed_and_can_be_cancelled(cluster: Cluster, home: Path) -> None:
-    """Its driver is stopped by Ray while it asks the cluster, whose cores another job has."""
+def test_a_job_that_waits_for_room_is_listed_and_can_be_cancelled_and_a_stopped_one_leaves_no_process(
+    cluster: Cluster, home: Path
+) -> None:
+    """The driver of the first is stopped by Ray while it asks the cluster, whose cores the second has."""
     env = cluster.env(home) | {"NSA_RAY_DASHBOARD": cluster.dashboard}
-    url, others = f"sqlite:///{home / 'nsa.db'}", f"sqlite:///{home / 'other' / 'nsa.db'}"
+    url, busy = f"sqlite:///{home / 'nsa.db'}", home / "busy"
 
     def start(job: str, where: Path, *settings: str) -> None:
         options = ("--no-wait", "--submission-id", job)
         subprocess.run(_submit(cluster, where, DRILL, *settings, options=options), cwd=ROOT, env=env, check=True)
 
-    start("busy", home / "other", "--set", "behaviours=[timeout, timeout]", "--set", "resources.workers=2")
+    start("busy", busy, *settings("[timeout, timeout, ok]", "deadlines.point_s=600", "resources.workers=2"))
     try:
-        wait_for(lambda: len(_states(others, "running")) == 1, 60, pause=0.5)
+        wait_for(lambda: len(_states(f"sqlite:///{busy / 'nsa.db'}", "running")) == 1, 60, pause=0.5)
         start("waits", home)
         wait_for(lambda: len(_states(url, "pending")) == 1, 60, pause=0.5)
-        [run_id] = _states(url, "pending")
-        asked = subprocess.run(["nsa", "cancel", run_id], cwd=ROOT, env=env, capture_output=True, text=True)
-        assert f"stopping {run_id} (job waits)" in asked.stdout, asked.stdout + asked.stderr
-        wait_for(lambda: _states(url, "cancelled") == [run_id], 30, pause=0.5)
+        [waiting] = _states(url, "pending")
+        asked = subprocess.run(["nsa", "cancel", waiting], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert f"stopping {waiting} (job waits)" in asked.stdout, asked.stdout + asked.stderr
+        wait_for(lambda: _states(url, "cancelled") == [waiting], 30, pause=0.5)
+        measuring = point_processes(cluster)
+        assert len(measuring) == 2
     finally:
-        subprocess.run(["ray", "job", "stop", "--address", cluster.dashboard, "busy"], env=env, check=True)
+        stop = ["ray", "job", "stop", "--address", cluster.dashboard, "busy"]
+        subprocess.run(stop, env=env, check=True, capture_output=True)
+    assert psutil.wait_procs(measuring, timeout=60)[1] == []
+    row, points = stored(busy)
+    assert row["state"] == "cancelled"
+    assert list(points["state"]) == ["cancelled"] * 3
+    assert records(busy)[-1].type == "run_end"
 
 
 def _states(url: str, state: str) -> list[str]:

@@ -86,15 +86,8 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def removed() -> Iterator[None]:
-    """Temporary folders of ranks are removed by the end of the test."""
-    before = set(_folders())
-    yield
-    assert set(_folders()) <= before
-
-
 def _folders() -> Iterator[Path]:
+    """Temporary folders of ranks."""
     return Path(tempfile.gettempdir()).glob(f"{temporary.RANK}*")
 
 
@@ -154,7 +147,12 @@ class Run:
         return self.outcomes()[-1]
 
     def file(self, name: str) -> str:
-        (record,) = [r for r in self.records() if isinstance(r, ArtifactRecord) and r.artifact.name == name]
+        """A file of the first point."""
+        (record,) = [
+            r
+            for r in self.records()
+            if isinstance(r, ArtifactRecord) and r.artifact.name == name and r.point_id.endswith("/0")
+        ]
         return (next(self.home.glob("artifacts")) / record.artifact.path).read_text()
 
 
@@ -163,18 +161,8 @@ def _start(cluster: Cluster, home: Path, spec: Path, *changes: str, job: bool = 
     command = [sys.executable, "-m", "jobs", str(spec), *(item for change in changes for item in ("--set", change))]
     if job:
         env = json.dumps({"env_vars": {"NSA_HOME": str(home)}})
-        submit = [
-            "ray",
-            "job",
-            "submit",
-            "--address",
-            cluster.dashboard,
-            "--working-dir",
-            ".",
-            "--runtime-env-json",
-            env,
-        ]
-        command = [*submit, "--", "python", *command[1:]]
+        submit = ["ray", "job", "submit", "--address", cluster.dashboard, "--working-dir", "."]
+        command = [*submit, "--runtime-env-json", env, "--", "python", *command[1:]]
     driver = subprocess.Popen(
         command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -214,10 +202,10 @@ def _losses(metrics: Any) -> tuple[float, ...]:
     return next(tuple(metric.samples) for metric in metrics if metric.name == "loss")
 
 
-def test_a_submitted_run_on_two_gpus_trains_as_one_rank_does(
-    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
+def test_a_run_on_two_gpus_trains_as_one_rank_does(
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path
 ) -> None:
-    run = _start(cluster, tmp_path / "home", spec, "resources={num_cpus: 2, num_gpus: 2}", job=True)
+    run = _start(cluster, tmp_path / "home", spec, "resources={num_cpus: 2, num_gpus: 2}")
     end = run.ended(0)
     assert len(_losses(end.metrics)) == 40
     trains_alike(_losses(end.metrics), _of_one_rank(spec))
@@ -235,7 +223,7 @@ def _of_one_rank(spec: Path) -> tuple[float, ...]:
     return _losses(measure(case, Keeping()).metrics)
 
 
-def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoint(
+def test_a_submitted_run_has_a_rank_on_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoint(
     cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path
 ) -> None:
     with running_node(cluster, "second", 2):
@@ -243,7 +231,6 @@ def test_a_rank_of_each_of_two_nodes_and_a_killed_one_resumes_from_the_checkpoin
         run = _start(cluster, tmp_path / "home", spec, *changes, job=True)
         _, rank = run.until_trained(cluster)
         saved = run.until_checkpoint()
-        _grows(run)
         rank.kill()
         wait_for(lambda: bool(_warnings(run)), 60)
         run.until_checkpoint(after=run.newest())
@@ -280,16 +267,29 @@ def _warnings(run: Run) -> list[str]:
     return [r.message for r in run.records() if isinstance(r, EventRecord) and r.level == "warning"]
 
 
-def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
-    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path, removed: None
+def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all_and_a_killed_worker_leaves_no_rank(
+    cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path
 ) -> None:
+    """First a point of which a rank stalls, then one whose Ray worker, which supervises it, is killed."""
+    changes = ["attention=[nsa, dense]", "steps=100000", "retries=0"]
     deadlines = "deadlines={startup_s: 120, heartbeat_s: 25, point_s: 400}"
-    run = _start(cluster, tmp_path / "home", spec, "steps=100000", deadlines)
+    before = set(_folders())
+    run = _start(cluster, tmp_path / "home", spec, *changes, deadlines)
     ranks = run.until_trained(cluster)
+    folders = set(_folders()) - before
     ranks[0].suspend()
-    end = run.ended(1)
-    assert end.state == "hang"
-    assert end.reason == "no progress for 25 s (last in phase 'train')"
+    others = run.until_trained(cluster, point=1)
+    assert not any(process.is_running() for process in ranks)
+    assert folders
+    assert not any(folder.exists() for folder in folders)
+    supervisor = point_processes(cluster)[0].parent()
+    assert supervisor is not None
+    supervisor.kill()
+    assert psutil.wait_procs(others, timeout=30)[1] == []
+    run.ended(1)
+    hang, lost = run.outcomes()
+    assert (hang.state, hang.reason) == ("hang", "no progress for 25 s (last in phase 'train')")
+    assert (lost.point_id[-1], lost.state) == ("1", "lost")
     stacks = [run.file(f"stacks-rank{number}.txt") for number in (0, 1)]
     assert any('"rank 0"' in text or '"rank 1"' in text for text in stacks)
     assert sorted(process.pid for process in ranks) == sorted(
@@ -301,22 +301,7 @@ def test_a_stalled_rank_is_a_hang_with_the_stacks_of_all(
         if isinstance(r, ArtifactRecord) and "recorder" in r.artifact.name
     )
     waiting = f"pid={ranks[1].pid}"
-    asked = [line for line in run.file("stderr.txt").splitlines() if waiting in line]  # where py-spy may not attach
+    stderr = run.file("stderr.txt")
+    asked = [line for line in stderr.splitlines() if waiting in line]  # where py-spy may not attach
     assert any(re.search(r'File ".*loop\.py", line \d+ in ', line) for line in asked), "by a signal"
-    assert not any(process.is_running() for process in ranks)
-    _nothing_is_left(cluster, left)
-
-
-def test_a_killed_process_leaves_no_rank(cluster: Cluster, left: Callable[[], str], spec: Path, tmp_path: Path) -> None:
-    """First that of a point, then the Ray worker that supervises the next one."""
-    run = _start(cluster, tmp_path / "home", spec, "attention=[nsa, dense]", "steps=100000", "retries=0")
-    for number in range(2):
-        ranks = run.until_trained(cluster, point=number)
-        process = point_processes(cluster)[0]
-        supervisor = process.parent()
-        assert supervisor is not None
-        [process, supervisor][number].kill()
-        assert psutil.wait_procs(ranks, timeout=30)[1] == []
-    run.ended(1)
-    assert [(end.point_id[-1], end.state) for end in run.outcomes()] == [("0", "crash"), ("1", "lost")]
     _nothing_is_left(cluster, left)

@@ -1,4 +1,4 @@
-"""The driver as a whole, on this machine: a sweep with every failure, resuming, cancelling."""
+"""The driver as a whole, on this machine: resuming, cancelling; tests/e2e/test_ray.py has every failure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from processes import wait_for
 from quick_driver import COMMAND
 
-from jobs.schema.states import PointState
 from orchestrator.errors import ExecutorGone
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.run import driver
 from orchestrator.store import Store, journal, queries
-from orchestrator.store.records import ArtifactRecord, OutcomeRecord, PointRecord, RunEndRecord, StartRecord
+from orchestrator.store.records import PointRecord, RunEndRecord, StartRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,35 +38,6 @@ def stored(home: Path, run_id: str):
         row = queries.run(store, run_id)
         assert row is not None
         return row, queries.points(store, run_id)
-
-
-# A sweep
-
-
-def test_each_failure_has_its_state_and_the_other_points_complete(home, capsys) -> None:
-    """With the real drill, real torch, and two points at a time: the others run while the first runs out of time."""
-    settings = ["behaviours=[timeout, ok, crash, hang, oom, raise, slow, skip, ok]", "slow_s=4", "resources.workers=2"]
-    settings += ["deadlines={startup_s: 60, heartbeat_s: 3, point_s: 25}", "isolation=warm"]
-    args = [item for setting in settings for item in ("--set", setting)]
-    assert driver.main(["jobs/configs/drill.yaml", "--local", *args]) == 1
-    told = capsys.readouterr().out
-    run_row, points = stored(home, only_run(home))
-    assert run_row["state"] == "done"
-    expected = ["timeout", "ok", "crash", "hang", "oom", "error", "ok", "skipped", "ok"]
-    assert list(points["state"]) == expected
-    assert all(reason for state, reason in zip(points["state"], points["reason"], strict=True) if state != "ok")
-    for state, count in Counter(expected).items():
-        assert re.search(rf"^{state} +{count} *$", told, re.MULTILINE), told
-    outcomes = [r for r in records(home) if isinstance(r, OutcomeRecord)]
-    assert {o.state for o in outcomes if o.metrics} == {PointState.OK}
-    [hang] = [o for o in outcomes if o.state is PointState.HANG]
-    files = [r.artifact for r in records(home) if isinstance(r, ArtifactRecord) and r.point_id == hang.point_id]
-    [stacks] = [file for file in files if file.name == "stacks.txt"]
-    assert "measure (jobs/drill.py" in str(stacks.content)
-    assert (home / "artifacts" / stacks.path).read_text() == stacks.content
-    assert stacks.path.startswith(f"{only_run(home)}/0003/1/")
-    assert all(o.environment["packages"]["torch"] for o in outcomes)  # also of points whose child died
-    assert "run " + only_run(home) in told
 
 
 def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
