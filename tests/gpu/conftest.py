@@ -1,4 +1,4 @@
-"""Operands of the Triton backend's tests, and the results that theirs are compared with."""
+"""Marks of all tests that need a GPU; operands of the Triton backend's, and what their results are compared with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from torch import Tensor
 from nsa_core import NSAConfig, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS
 from nsa_core.functional import compress
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Called for the tests of this folder alone."""
+    item.add_marker(pytest.mark.gpu)
+    item.add_marker(NEEDS_CUDA)
 
 
 @dataclass

@@ -14,10 +14,6 @@ from nsa_core.loss import head_cross_entropy
 from nsa_core.model import PRESETS, NSATransformer
 from nsa_core.routes import capture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MODEL = replace(PRESETS["m7c_125m"], layers=1, vocab_size=512, backend="triton")
 
 

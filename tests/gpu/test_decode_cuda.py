@@ -11,10 +11,6 @@ from nsa_core.model import ModelConfig, NSATransformer
 from nsa_core.rope import rotate
 from nsa_core.routes import capture
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 PAPER = NSAConfig()
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

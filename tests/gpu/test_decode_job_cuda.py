@@ -3,11 +3,6 @@
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.mark.parametrize("workload", ["attention", "model"])
 @pytest.mark.parametrize("implementation", ["triton", "dense"])

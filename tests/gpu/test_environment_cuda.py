@@ -9,18 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 from jobs.specs.spec import Deadlines
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def run(folder: Path, *envs: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:

@@ -7,10 +7,6 @@ from nsa_core import NSAConfig, nsa_attention
 from nsa_core.errors import InputError
 from nsa_core.kernels.runtime.launch import observe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 PAPER = NSAConfig()
 FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)

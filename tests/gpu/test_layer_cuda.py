@@ -2,16 +2,10 @@
 
 from copy import deepcopy
 
-import pytest
 import torch
 
 from nsa_core import NSAConfig
 from nsa_core.layer import NativeSparseAttention
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def layer_and_input(config, tokens, backend):

@@ -7,11 +7,7 @@ import torch
 
 from nsa_core import NSAConfig, nsa_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.large,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.large
 PAPER = NSAConfig()
 TOKENS = 131_072
 

@@ -13,11 +13,7 @@ from nsa_core import NSAConfig, nsa_attention
 from nsa_core.memory import MemoryEstimate, estimate_attention, estimate_model
 from nsa_core.model import PRESETS, NSATransformer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.large,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.large
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 

@@ -5,10 +5,6 @@ import torch
 
 from nsa_core import NSAConfig, nsa_attention, select_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=4, window=24)
 
 

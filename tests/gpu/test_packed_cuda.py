@@ -8,10 +8,6 @@ from torch import Tensor
 
 from nsa_core import NSAConfig, nsa_attention, select_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 LENGTHS = [5, 2300, 0, 64, 1025, 1, 4100, 700]
 
 

@@ -1,16 +1,10 @@
 """A profile on a CUDA device: each stage's range has its kernels' time, in calls that are replayed, too."""
 
-import pytest
 import torch
 
 from jobs.profile import profile_call
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.kernels.runtime.launch import observe
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_the_ranges_of_stages_have_the_time_of_their_kernels():

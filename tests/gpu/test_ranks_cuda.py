@@ -7,10 +7,7 @@ from travelling import travelled
 from jobs.schema.point import Machine
 from jobs.train import Spec, measure
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def train(**changes):

@@ -6,10 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core import NSAConfig, nsa_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 PAPER = NSAConfig()
 FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 HEADS = pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (32, 8, 128)])  # the latter on Hopper: TMA
