@@ -85,17 +85,18 @@ def test_packed_sequences_are_one_graph_which_checks_their_bounds(make_case, con
 
 
 def test_gradients_of_some_inputs_alone(make_case, config):
-    """Gradients of q, of k, of v and gates, eager and compiled, have the bits of a call that wants all."""
+    """Gradients of q, of k (compiled, too), of v and gates have the bits of a call that wants all."""
     case = make_case(70, 2, 1)
     _, *expected = run(case.leaves, config, "triton")
 
     def call(*leaves):
         return nsa_attention(*leaves, config, backend="triton")
 
-    for wanted in ((0,), (1,), (2, 3)):
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for wanted, calls in (((0,), [call]), ((1,), [call, compiled]), ((2, 3), [call])):
         given = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(case.leaves)]
-        torch.compiler.reset()
-        for made in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        for made in calls:
             out = made(*given)
             weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
             got = torch.autograd.grad(out, [given[i] for i in wanted], weights)
@@ -136,7 +137,7 @@ def test_one_graph_serves_all_lengths(config):
         return nsa_attention(*leaves, config, backend="triton")
 
     with handed_to(lambda launch: None):
-        for tokens in (70, 90, 33, 128, 65, 300, 1000, 40, 250, 77):
+        for tokens in (70, 90, 33, 128, 300, 40):
             leaves = [torch.randn(1, tokens, *tail, requires_grad=True) for tail in ((4, 16), (2, 16), (2, 16), (4, 3))]
             out = call(*leaves)
             out.sum().backward()

@@ -6,9 +6,10 @@ sample of them is compiled again.
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import astuple
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,12 +57,17 @@ def _is_triton(x: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def usages() -> dict[str, Usage]:
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def usages(pool: ProcessPoolExecutor) -> dict[str, Usage]:
     """Resources by the launch's key, of all that the operator launches today."""
     from nsa_core.kernels.aot import __main__ as aot
 
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        keys, known = aot.wanted(aot.CASES, pool), aot.read(TABLE)
+    keys, known = aot.wanted(aot.CASES, pool), aot.read(TABLE)
     new, gone = sorted(keys.keys() - known.keys()), sorted(known.keys() - keys.keys())
     assert not new, f"kernels, their constants or Triton changed, {len(new)} launches are new: run `make aot`"
     assert not gone, f"{len(gone)} launches are made no more: run `make aot`"
@@ -76,28 +82,33 @@ def test_every_kernel_fits_the_device(arch: int, kernels: set[str], usages: dict
 
 
 @pytest.fixture(scope="module")
-def compiled(usages: dict[str, Usage]) -> dict[str, Usage]:
-    """Compiled kernels, in one start of processes: launches of the lowest keys, and of a group of 128 heads.
+def compiled(usages: dict[str, Usage], pool: ProcessPoolExecutor) -> dict[str, Usage]:
+    """Compiled kernels: launches of the lowest keys, and of a group of 128 heads.
 
     Keys are hashes: the lowest are others whenever kernels change.
     """
     from nsa_core.kernels.aot import __main__ as aot
 
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        given = aot.wanted([aot.CompileCase(90, 128, 1, 128, 128, "bf16")], pool, "_selected_backward")
-        for key in sorted(usages)[:4]:
-            given[key] = aot.CompileCase(*astuple(usages[key])[:6])
-        return dict(aot.compiled(given, pool))
+    given = aot.wanted([aot.CompileCase(90, 128, 1, 128, 128, "bf16")], pool, "_selected_backward")
+    for key in sorted(usages)[:4]:
+        given[key] = aot.CompileCase(*astuple(usages[key])[:6])
+    return dict(aot.compiled(given, pool))
 
 
 def test_the_table_has_what_the_compiler_says(usages: dict[str, Usage], compiled: dict[str, Usage]) -> None:
     assert {key: compiled.get(key) for key in sorted(usages)[:4]} == {key: usages[key] for key in sorted(usages)[:4]}
 
 
-def test_its_command_runs() -> None:
-    command = [sys.executable, "-m", "nsa_core.kernels.aot", "--heads", "12/2", "--dim", "64", "--arch", "80"]
-    done = subprocess.run([*command, "--kernel", "none"], capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout.startswith("0 kernels, 0 that do not fit"), done.stderr
+def test_its_command_runs(
+    pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nsa_core.kernels.aot import __main__ as aot
+
+    monkeypatch.setattr(aot, "ProcessPoolExecutor", lambda **_: nullcontext(pool))  # its own would import Triton anew
+    options = ["--heads", "12/2", "--dim", "64", "--arch", "80", "--kernel", "none"]
+    monkeypatch.setattr(sys, "argv", ["aot", *options])
+    assert aot.main() == 0
+    assert capsys.readouterr().out.startswith("0 kernels, 0 that do not fit")
 
 
 def test_a_key_is_of_what_is_compiled_and_of_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
