@@ -1,4 +1,5 @@
-"""Every kind runs by the small spec that has its name; scaling and drill run in tests/e2e, preflight as it is."""
+"""Every kind runs by the small spec that has its name; scaling and drill do in tests/e2e, train in tests/deploy, and
+preflight as it is."""
 
 from __future__ import annotations
 
@@ -23,14 +24,13 @@ LESS = {  # of specs with many points alike, many steps or long sequences: most 
     "needle": ["implementations=[chunked]", "steps=40"],
     "peers": ["lengths=[128]", "passes=[forward]"],
     "profile": ["implementations=[chunked]", "lengths=[128]"],
-    "soak": ["minutes=0.04", "piece_minutes=0.02"],
+    "soak": ["minutes=0.02", "piece_minutes=0.02"],
     "toolchain": ["lengths=[64]", "passes=[forward]"],
-    "train": ["attention=[nsa]", "seq_len=32", "batch=2", "steps=20", "data.heldout_batches=2"],
 }
 
 
 def test_there_is_one_for_each_kind() -> None:
-    assert set(kinds()) == LESS.keys() | {"drill", "scaling", "preflight"}
+    assert set(kinds()) == LESS.keys() | {"drill", "scaling", "train", "preflight"}
 
 
 @pytest.mark.long

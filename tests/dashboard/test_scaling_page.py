@@ -56,23 +56,6 @@ def test_scaling_begins_with_the_newest_complete_sweep(
     assert show("scaling").multiselect[0].value[0] == (HALF if opens else RUN)
 
 
-def test_the_controls_of_scaling_are_in_the_address(complete: str):
-    app = show("scaling")
-    _pills(app, "Pass").set_value(["forward"]).run()
-    assert asked(check(app)) == {"pass": ["forward"]}
-    app.segmented_control[0].set_value("together").run()
-    _pills(app, "Implementation").set_value([]).run()
-    chosen = {"pass": ["forward"], "implementation": ["all"]}
-    assert asked(check(app)) == chosen
-    again = check(_visit("scaling", chosen | {"reported": ["together"]}))
-    assert _pills(again, "Pass").value == ["forward"]
-    assert again.segmented_control[0].value == "together"
-    assert _pills(again, "Implementation").value == []
-    assert text(again) == text(app)
-    _pills(again, "Pass").set_value(["forward+backward"]).run()
-    assert "pass" not in asked(check(again))  # the default again
-
-
 def test_unknown_values_are_removed_from_the_address_with_a_word(complete: str):
     app = check(_visit("scaling", {"run": [RUN, "gone"], "pass": ["sideways"], "reported": ["x"]}))
     assert app.multiselect[0].value == [RUN]

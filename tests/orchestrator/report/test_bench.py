@@ -159,27 +159,3 @@ def test_stages_are_listed_by_length_slowest_first_with_gaps(sqlite_store: Store
     assert "| m7c-125m | 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100, 1× H200, 2× H200 |" in text
     assert "## Results" not in text  # would repeat the same figures
     assert "| time | Time | ms | events; 8192 samples (and 3 with other numbers) |" in text
-
-
-def test_the_share_of_each_branch_and_the_take_over_are_told(sqlite_store: Store, rows: Rows):
-    for seq_len in (32768, 65536, 131072):
-        times = seq_len / 32768
-        rows.staged(
-            seq_len, scores=0.62 * times**2, selected=times, merge=times / 4, other=times / 4, brand_new=times / 2
-        )
-    rows.into(sqlite_store)
-    text = report(sqlite_store, [RUN])
-    shown = table(text, "Share of each branch of 12/2 d64, triton forward+backward")
-    lines = [line for line in shown.splitlines() if line.startswith("|")]
-    assert lines[0] == "| S | compressed | selected | rest | other | all kernels | compressed / dense |"
-    assert lines[2:] == [
-        "| 32,768 | 0.62 (24 %) | 1 (38 %) | 0.25 (10 %) | 0.75 (29 %) | 2.62 | 0.1033 |",
-        "| 65,536 | 2.48 (38 %) | 2 (31 %) | 0.5 (8 %) | 1.5 (23 %) | 6.48 | 0.4133 |",
-        "| 131,072 | 9.92 (55 %) | 4 (22 %) | 1 (6 %) | 3 (17 %) | 17.92 | 1.653 |",
-    ]
-    assert "The compressed branch grows as S^2.00 (2.00 to 2.00), the rest as S^1.00" in shown
-    assert "It is the largest branch from about 53,000 tokens (between the measured 32,768 and 65,536);" in shown
-    assert "all the rest from about 110,000 tokens (between the measured 65,536 and 131,072)." in shown
-    assert "Stages of unknown names, which count as other: brand_new." in shown
-    assert "S/32 on average, where dense attention sees S/2: 1/16 of its work" in shown
-    assert text.index("## Growth") < text.index("## Share of each branch") < text.index("## Stages of")

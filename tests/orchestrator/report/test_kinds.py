@@ -25,6 +25,7 @@ def test_the_queries_of_a_kind_are_those_of_the_database(store: Store, kind: str
     assert charts.kind_charts(store, "none", kind) == []
 
 
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)  # whose types and times are the less lenient
 @pytest.mark.parametrize("kind", sorted(NEWEST.keys() & set(KINDS)))
 def test_a_run_of_a_kind_is_drawn(store: Store, kind: str):
     import_file(store, NEWEST[kind])

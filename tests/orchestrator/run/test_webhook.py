@@ -42,7 +42,7 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
     monkeypatch.setenv("NSA_PERSON", "ada")
     for path, problem in (("/hook", ""), ("/broken", "NSA_WEBHOOK: was not told of the run's end (HTTP Error 500")):
         monkeypatch.setenv("NSA_WEBHOOK", url + path)
-        assert driver.main([str(spec("value = 1.0", "raise ValueError")), "--local"]) == 1
+        assert driver.main([str(spec("value = 1.0", "raise ValueError", isolation="warm")), "--local"]) == 1
         lines = capsys.readouterr().out.splitlines()
         assert any(line.startswith(problem) for line in lines)
         assert lines[-1].endswith(": done, 1 of 2 failed")
@@ -50,7 +50,7 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
     assert message["text"] == f"{message['run_id']} (ada): done, 1 of 2 failed"
     assert (message["failed"], message["points"], message["no_go"], message["slower"]) == (1, 2, [], [])
     monkeypatch.setattr(Ended, "judged", lambda *_: 1 / 0)
-    assert driver.main([str(spec("value = 1.0", "raise ValueError")), "--local"]) == 1
+    assert driver.main([str(spec("value = 1.0", "raise ValueError", isolation="warm")), "--local"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("NSA_WEBHOOK: was told no verdict (ZeroDivisionError: ") for line in lines)
     assert len(received) == 3
