@@ -22,6 +22,7 @@ from processes import free_ports, is_alive, wait_for
 BIN = Path(sys.executable).parent
 NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
 FEW_WORKERS = {  # of a node's processes, each of which takes seconds of the processor to start
+    "RAY_worker_niceness": "0",  # else 15: whatever runs beside the tests would come first
     "RAY_prestart_worker_first_driver": "0",  # those would lack a job's environment: none would be used
     "RAY_worker_maximum_startup_concurrency": "1",  # else a job's first task starts a second process, which stays idle
     "RAY_idle_worker_killing_time_threshold_ms": "30000",  # else that of a probe may end before the job's first point

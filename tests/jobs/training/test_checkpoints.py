@@ -159,7 +159,7 @@ def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp(
         _train(text, begun, **two, parallel="ddp")
     (step, *_) = _steps(tmp_path / "parts")
     assert 5 < step < 60
-    watching = Watching(tmp_path / "parts", launcher=two_warm_ranks)
+    watching = Watching(tmp_path / "parts")
     resumed = _train(text, watching, **two, parallel="replicate")
     assert watching.warnings == []
     assert by_name(resumed)["resumed_step"].samples == (step,)
