@@ -44,9 +44,9 @@ def test_of_many_rows_long_series_are_thinned_and_short_ones_are_whole(
     import_file(sqlite_store, NEWEST["train"])
     run_id = NEWEST["train"].name.removesuffix(".jsonl.gz")
     whole = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
-    monkeypatch.setattr(charts, "_MOST_ROWS", 40)
+    monkeypatch.setattr(charts, "_MOST_ROWS", 20)
     thinned = charts.kind_charts(sqlite_store, run_id, "train")[0].rows
-    assert len(thinned) <= 40 < len(whole)
+    assert len(thinned) <= 20 < len(whole)
     lasts = [{row["text"]: row for row in rows} for rows in (thinned, whole)]
     assert lasts[0] == lasts[1], "each line ends where it ended"
     held_out = [row for row in whole if row["text"] == "held out"]
@@ -57,7 +57,8 @@ def test_of_many_rows_long_series_are_thinned_and_short_ones_are_whole(
 def test_predicted_memory_is_drawn_against_the_measured(store: Store):
     import_file(store, NEWEST["estimate"])
     run_id = NEWEST["estimate"].name.removesuffix(".jsonl.gz")
-    peaks = [mib / 1024 for samples in queries.samples(store, run_id, "peak_memory").values() for mib in samples]
+    points = queries.points(store, run_id)["point_id"].tolist()
+    peaks = [mib / 1024 for samples in queries.samples(store, "peak_memory", points).values() for mib in samples]
     rows = charts.kind_charts(store, run_id, "estimate")[0].rows
     assert [row["measured"] for row in rows] == pytest.approx(sorted(peaks))
     assert all(row["predicted"] / row["measured"] == pytest.approx(1 + row["error"] / 100) for row in rows)
