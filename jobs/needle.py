@@ -69,16 +69,11 @@ class NeedleTask:
     A haystack ends with the keys of its needles in any order, each of which asks for its value. No other token has a
     target: thousands that can be told without looking back would drown the answers' gradient. Sequences to learn from
     have haystacks of all lengths up to their own, since short ones are learned first, and more straw behind them.
-
-    Attributes:
-        needles: pairs in a sequence.
-        alphabet: different keys, and different values; a guess is right once in so many times.
-        seed: of the held-out sequences and those with a needle at a depth.
     """
 
-    needles: int
-    alphabet: int
-    seed: int = 0
+    needles: int  # pairs in a sequence
+    alphabet: int  # different keys, and different values; a guess is right once in so many times
+    seed: int = 0  # of the held-out sequences and those with a needle at a depth
 
     @property
     def vocabulary(self) -> int:
@@ -94,11 +89,8 @@ class NeedleTask:
         return Corpus(batches, heldout, about)
 
     def asked(self, count: int, seq_len: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Sequences [count, seq_len] whose first question asks for the needle at a depth; values asked for [count].
-
-        Args:
-            depth: place of the needle in the haystack [%]: 0 is its first tokens, 100 the last before the questions.
-        """
+        """Sequences [count, seq_len] whose first question asks for the needle at a depth [%], of which 0 is the first
+        tokens of the haystack, 100 the last before the questions; values asked for [count]."""
         generator = _generator(f"asked at {depth}", self.seed)
         last = (seq_len - self.needles) // 2 - 1
         tokens, targets = self.draw(count, seq_len, generator, first=round(depth * last / 100))
@@ -107,12 +99,8 @@ class NeedleTask:
     def draw(
         self, batch: int, seq_len: int, generator: torch.Generator, first: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), int64 [batch, seq_len] each.
-
-        Args:
-            first: place of the needle that is asked for first, in a haystack as long as the sequence; None: anywhere,
-                in haystacks of all lengths.
-        """
+        """(tokens, targets), int64 [batch, seq_len] each. `first` is the place of the needle that is asked for first,
+        in a haystack as long as the sequence; None: anywhere, in haystacks of all lengths."""
 
         def distinct(among: int, first: Tensor | None = None) -> Tensor:
             """Numbers below `among` in any order, [batch, among]; those below `first` [batch, 1] before the others."""

@@ -182,9 +182,6 @@ def _growth(
     A level of its own is granted to no process beyond its first checkpoint, so that readings before it are left out.
     What leaks within a process shows in the slope there, and what stays when a process has ended in the next one's
     level; the first process, which loaded no checkpoint, lies lower than all others and is not compared with them.
-
-    Args:
-        ranks: settled intervals by rank.
     """
     metrics, by_hour = ([], quantity is HOST_GROWTH)  # else in percent of the mean by 1,000 steps
     for intervals in ranks:

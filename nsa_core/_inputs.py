@@ -19,23 +19,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of one call, with a batch axis or packed without one.
+    """The tensors of one call, with a batch axis or packed without one."""
 
-    Attributes:
-        q: [B,S,Hq,Dk].
-        keys, values: [B,T,Hkv,D], one for each of cmp, slc, win.
-        k_cmp, v_cmp: compressed keys and values [B,Nc,Hkv,D] made by the caller; None: made by `compress`.
-        gates: [B,S,Hq,3]; None: ones.
-        blocks: selected blocks [B,S,Hkv,n] made by the caller; None: made by `select`.
-    """
-
-    q: Tensor
-    keys: Triple
-    values: Triple
-    k_cmp: Tensor | None = None
-    v_cmp: Tensor | None = None
-    gates: Tensor | None = None
-    blocks: Tensor | None = None
+    q: Tensor  # [B,S,Hq,Dk]
+    keys: Triple  # [B,T,Hkv,Dk], one for each of cmp, slc, win
+    values: Triple  # [B,T,Hkv,Dv], likewise
+    k_cmp: Tensor | None = None  # compressed keys [B,Nc,Hkv,Dk] made by the caller; None: made by `compress`
+    v_cmp: Tensor | None = None  # compressed values, likewise
+    gates: Tensor | None = None  # [B,S,Hq,3]; None: ones
+    blocks: Tensor | None = None  # selected blocks [B,S,Hkv,n] made by the caller; None: made by `select`
 
     @property
     def offset(self) -> int:

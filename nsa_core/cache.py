@@ -19,15 +19,12 @@ from .errors import InputError
 
 
 class _Held:
-    """Tokens [B,T,H,D] in a buffer that is allocated by the first append.
+    """Tokens [B,T,H,D] in a buffer that is allocated by the first append."""
 
-    Attributes:
-        buffer: the tokens, with the room behind them, [B,room,H,D]; nothing before the first append.
-        length: tokens appended.
-    """
-
-    buffer = torch.empty(0, 0, device="cpu")  # an import must not start CUDA
-    length = 0
+    # The tokens, with the room behind them, [B,room,H,D]; nothing before the first append. An import must not start
+    # CUDA.
+    buffer = torch.empty(0, 0, device="cpu")
+    length = 0  # tokens appended
 
     def values(self) -> Tensor:
         """Tokens held [B,T,H,D], a view; of a ring in the order of its slots."""
@@ -36,15 +33,10 @@ class _Held:
 
 @dataclass(eq=False)
 class Appended(_Held):
-    """Tokens in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all.
+    """Tokens in a buffer that doubles when it is full, so that n appends copy O(n) tokens in all."""
 
-    Attributes:
-        multiple: the buffer's length is a multiple of this many tokens; behind those held it has zeros.
-        capacity: room, in tokens, from the first append on.
-    """
-
-    multiple: int = 64
-    capacity: int = 1
+    multiple: int = 64  # of whose tokens the buffer's length is; behind those held it has zeros
+    capacity: int = 1  # room, in tokens, from the first append on
 
     def append(self, x: Tensor) -> None:
         """Append x [B,S,H,D]."""
@@ -87,15 +79,7 @@ class Recent(_Held):
 
 
 class _Cache:
-    """Counting and capacity, the same for both kinds of attention.
-
-    Attributes:
-        config: of the sparse attention; decides how many compressed tokens there are.
-        capacity: most tokens that it holds; None: any number.
-        length: tokens held as counted on the host: the position of the next one.
-        position: tokens held, int32 [1] on the device; None before the first.
-        frequencies: RoPE's, float32 [D/2], kept by the first step that needs them.
-    """
+    """Counting and capacity, the same for both kinds of attention."""
 
     def __init__(
         self, config: NSAConfig, capacity: int | None, every_token: Sequence[Appended],
@@ -103,9 +87,10 @@ class _Cache:
     ) -> None:  # fmt: skip
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise InputError("capacity", repr(capacity), "use a whole number of tokens >= 1, or None to let it grow")
-        self.config, self.capacity, self.length = config, capacity, 0
-        self.position: Tensor | None = None
-        self.frequencies: Tensor | None = None
+        self.config, self.capacity = config, capacity
+        self.length = 0  # tokens held as counted on the host: the position of the next one
+        self.position: Tensor | None = None  # tokens held, int32 [1] on the device; None before the first
+        self.frequencies: Tensor | None = None  # RoPE's, float32 [D/2], kept by the first step that needs them
         self._every_token, self._compressed, self._recent = every_token, compressed, recent
 
     def note_length(self, tokens: int) -> None:
@@ -164,15 +149,8 @@ class _Cache:
 
 
 class NSACache(_Cache):
-    """Keys and values of one NSA layer, as its three branches read them.
-
-    Attributes:
-        k_cmp, v_cmp: compressed tokens, keys rotated.
-        k_slc, v_slc: all tokens of the selected branch, keys rotated.
-        k_win, v_win: the last `window` tokens of the window branch, keys rotated.
-        k_open, v_open: the last `cmp_block` tokens of the compressed branch, unrotated, from which the next compressed
-            token is made.
-    """
+    """Keys and values of one NSA layer, as its three branches read them: keys are rotated, but for those of the last
+    `cmp_block` tokens, k_open, of which the next compressed token is made."""
 
     def __init__(self, config: NSAConfig, capacity: int | None = None) -> None:
         tokens = capacity or 1

@@ -10,21 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Offer:
-    """An entry point of another distribution. It is imported when it is looked at: a broken one stops no other.
-
-    Attributes:
-        package, version: of the distribution.
-        entry: the entry point; loads the object.
-        check: gives the reason why a loaded object cannot be used; None if it can.
-        taken_by: what has its name already, in words; None: nothing.
-    """
+    """An entry point of another distribution. It is imported when it is looked at: a broken one stops no other."""
 
     name: str
-    package: str
+    package: str  # the distribution, and its version
     version: str
-    entry: EntryPoint
-    check: Callable[[str, Any], str | None]
-    taken_by: str | None
+    entry: EntryPoint  # loads the object
+    check: Callable[[str, Any], str | None]  # gives the reason why a loaded object cannot be used; None if it can
+    taken_by: str | None  # what has its name already, in words; None: nothing
 
     @property
     def problem(self) -> str | None:
@@ -41,9 +34,7 @@ class Offer:
 
 def offers(group: str, own: Mapping[str, str], check: Callable[[str, Any], str | None]) -> list[Offer]:
     """Everything that is offered in a group, by name, then package; of several with one name the first has it.
-
-    Args:
-        own: names that this project uses itself, each with the words that say so after "has a name that".
+    `own` are names that this project uses itself, each with the words that say so after "has a name that".
     """
     found = []
     for entry in entry_points(group=group):

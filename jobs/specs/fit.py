@@ -58,11 +58,8 @@ def refuse_unusable(
     others: Iterable[str],
     field: str = "implementations",
 ) -> None:
-    """Raise SpecError for the first name of a spec's field with a reason why it cannot run on `machine`.
-
-    Args:
-        others: the field's further values, which are no backends of all branches: of WINDOW_ALONE or DENSE_KERNELS.
-    """
+    """Raise SpecError for the first name of a spec's field with a reason why it cannot run on `machine`. `others` are
+    the field's further values, which are no backends of all branches: of WINDOW_ALONE or DENSE_KERNELS."""
     torch_dtype = getattr(torch, dtype)
     window = available_backends(torch.device(machine.device), torch_dtype, "win")
     special = dense_reasons(machine, dtype, model.head_dim) | {name: window[name] for name in WINDOW_ALONE}

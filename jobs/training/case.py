@@ -79,25 +79,19 @@ class CheckpointSpec(Strict):
 
 
 class TrainingCase(ModelCase):
-    """A training by `jobs.training.loop`, of float32 weights; a `dtype` of bfloat16 means autocast.
-
-    Attributes:
-        steps: of the learning rate's schedule, which end the training unless it is a soak.
-        soak: of a training that its time ends.
-        probe: whether the trained model is asked what it makes of its context.
-    """
+    """A training by `jobs.training.loop`, of float32 weights; a `dtype` of bfloat16 means autocast."""
 
     AUTOCAST = True
     SIZES = ModelCase.SIZES[:-1]  # the vocabulary is the text's, also under a preset
 
     pass_: str = "train"
-    steps: int
+    steps: int  # of the learning rate's schedule, which end the training unless it is a soak
     compile: bool
     cuda_graphs: bool = False
     optimizer: OptimizerSpec
     layout: Layout
-    soak: SoakPlan | None = None
-    probe: bool = False
+    soak: SoakPlan | None = None  # of a training that its time ends
+    probe: bool = False  # whether the trained model is asked what it makes of its context
 
     @property
     def last_step(self) -> int:

@@ -138,12 +138,8 @@ def energy_per_token(energies: Sequence[Energy | None]) -> list[Metric]:
 def compared(
     ranks: Sequence[tuple[float, float | None, float | None]], of_steps: str, of_compute: str, of_looks: str
 ) -> list[Metric]:
-    """Comparison of several ranks; samples are one a rank. None of a single rank.
-
-    Args:
-        ranks: of each its time of a step, its own compute time [ms] and the mean utilisation of its GPU [%], if known.
-        of_steps, of_compute, of_looks: what these are of, in words.
-    """
+    """Comparison of several ranks, of each its time of a step, its own compute time [ms] and the mean utilisation of
+    its GPU [%], if known, and in words what these are of; samples are one a rank. None of a single rank."""
     if len(ranks) == 1:
         return []
     times = tuple(time for time, _, _ in ranks)

@@ -33,17 +33,16 @@ _SHARE = 6  # one block in so many comes before Replica's cut: their backward pa
 class ParallelModel:
     """A model, its training pass over the layout's ranks, and numbers averaged over them.
 
-    Attributes:
-        loss_of: the training pass: tokens and targets to the loss of this rank. A compiled one is cut, so that sums of
-            gradients overlap the backward pass: by PyTorch's DDPOptimizer at each of DDP's buckets, by Replica once.
-        marks: when the step began, by whoever begins it, and when its last gradients were ready to be summed: never on
-            one rank and under FSDP2.
+    The pass, `loss_of`, takes tokens and targets to the loss of this rank. A compiled one is cut, so that sums of
+    gradients overlap the backward pass: by PyTorch's DDPOptimizer at each of DDP's buckets, by Replica once.
     """
 
     def __init__(
         self, model: NSATransformer, layout: Layout, device: torch.device, *, compiled: bool, cuda_graphs: bool = False
     ) -> None:
         self.model, self.layout = model, layout
+        # When the step began, by whoever begins it, and when its last gradients were ready to be summed: never on one
+        # rank and under FSDP2.
         self.marks: list[Any] = []
         self._device, self._cuda_graphs = device, cuda_graphs
         self.ddp: DistributedDataParallel | None = None

@@ -180,22 +180,15 @@ def _probabilities(rows: Tensor, keys: Tensor, piece: _Piece, scale: float) -> T
 
 
 class _CallShape:
-    """Sizes of one branch's call, on which the size of a chunk depends.
-
-    Attributes:
-        batch, rows, heads, dim: sizes of q [B,S,Hq,Dk].
-        kv_heads, value_dim: sizes of v [B,T,Hkv,Dv].
-        element: bytes of an operand of the products: 2 for half precision on CUDA, 4 for float32, 8 for float64.
-        accumulator: bytes of an accumulator: float32, or float64 for float64 operands.
-        budget: bytes that one chunk's workspace may take.
-    """
+    """Sizes of one branch's call, on which the size of a chunk depends; those in bytes are of one number."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         self.batch, self.rows, self.heads, self.dim = q.shape
         self.kv_heads, self.value_dim = v.shape[2:]
-        self.element = _operand_dtype(q).itemsize
-        self.accumulator = max(4, self.element)
+        self.element = _operand_dtype(q).itemsize  # bytes of an operand of the products
+        self.accumulator = max(4, self.element)  # and of an accumulator
         floor, ceiling = _BUDGET.get(device_type(q), _BUDGET["cuda"])
+        # Bytes that one chunk's workspace may take.
         self.budget = min(max(self.batch * self.rows * self.heads * self.dim * 4, floor), ceiling)
 
     def chunk(self, keys: int, gathered: int = 0) -> int:
@@ -214,33 +207,21 @@ def _operand_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Queries start:stop and their keys.
+    """Queries start:stop and their keys."""
 
-    Attributes:
-        start, stop: rows of q.
-        where: a span of tokens, or the rows to gather from [X·T/unit, unit·D], int64 [X·C·n].
-        hidden: bool [1 or X,C,1,H], True where one of the last H keys is masked for a query.
-        empty: whether some query may see no key at all.
-    """
-
-    start: int
+    start: int  # rows of q
     stop: int
-    where: slice | Tensor
-    hidden: Tensor
-    empty: bool = False
+    where: slice | Tensor  # a span of tokens, or the rows to gather from [X·T/unit, unit·D], int64 [X·C·n]
+    hidden: Tensor  # bool [1 or X,C,1,H], True where one of the last H keys is masked for a query
+    empty: bool = False  # whether some query may see no key at all
 
 
 @dataclass(frozen=True)
 class _ChunkedBranch:
-    """One branch cut into pieces, and the layout in which they read keys and values.
+    """One branch cut into pieces, and the layout in which they read keys and values."""
 
-    Attributes:
-        pieces: (selected blocks or None, for the backward?) -> pieces that cover every query once.
-        unit: tokens of a block that is gathered as a whole; T is padded to a multiple of it. 0: spans alone are read.
-    """
-
-    pieces: Callable[..., Iterator[_Piece]]
-    unit: int = 0
+    pieces: Callable[..., Iterator[_Piece]]  # (selected blocks or None, for the backward?): each query in one of them
+    unit: int = 0  # tokens of a block that is gathered as a whole; T is padded to a multiple of it. 0: spans alone
 
     def heads_first(self, x: Tensor) -> Tensor:
         """x [B,T,H,D] as [B·H,T,D], T padded with zeros; a view where possible."""

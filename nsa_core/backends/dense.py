@@ -83,9 +83,7 @@ def unusable(kernel: str, host: Host, dtype: torch.dtype, width: int) -> str | N
 
 def candidates(kernel: str, layout: QueryLayout, host: Host, dtype: torch.dtype, width: int) -> tuple[str, ...]:
     """Kernel that computes the layout on `host`, or several of PyTorch's, of which the first to accept the input runs.
-
-    Raises:
-        BackendError: `kernel` is neither "auto" nor a kernel that can compute it.
+    Raises BackendError: `kernel` is neither "auto" nor a kernel that can compute it.
     """
     if kernel == "auto":
         return _fastest(layout, host, dtype, width)

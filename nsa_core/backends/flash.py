@@ -44,15 +44,10 @@ _WIDEST: Mapping[str, Mapping[int, int]] = {
 
 @dataclass(frozen=True)
 class Host:
-    """GPU and packages of a host, which decide which kernels can run there.
+    """GPU and packages of a host, which decide which kernels can run there."""
 
-    Attributes:
-        capability: the GPU's compute capability; None without a GPU.
-        lacks: kernels whose package cannot be used, with the reason.
-    """
-
-    capability: tuple[int, int] | None
-    lacks: Mapping[str, str]
+    capability: tuple[int, int] | None  # compute capability of the GPU; None without one
+    lacks: Mapping[str, str]  # kernels whose package cannot be used, with the reason
 
     @classmethod
     def described(cls, capability: str, versions: Mapping[str, str]) -> Host:
@@ -122,11 +117,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def window(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float, kernel: str | None = None
 ) -> Tensor:
-    """Window branch by `kernel` of PROVIDERS; None: by the fastest that is installed.
-
-    Raises:
-        BackendError: no kernel takes the head dims.
-    """
+    """Window branch by `kernel` of PROVIDERS; None: by the fastest. Raises BackendError: none takes the head dims."""
     provider = kernel or _fastest(q.device, q.dtype, common_width(q, v))
     note("win", provider)
     return gated(attend(provider, q, k, v, scale, window), gate)

@@ -37,14 +37,11 @@ CAPABILITIES = ((8, 0), (9, 0))
 
 
 class Tested:
-    """Minor versions of a package, the first and the last, that tests/gpu passed with on a card.
-
-    Attributes:
-        requirement: the range as pip takes it: "triton>=3.6,<3.10".
-    """
+    """Minor versions of a package, the first and the last, that tests/gpu passed with on a card."""
 
     def __init__(self, package: str, first: tuple[int, int], last: tuple[int, int]) -> None:
         self._first, self._last = first, last
+        # As pip takes it: "triton>=3.6,<3.10".
         self.requirement = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
 
     def __contains__(self, version: str) -> bool:
@@ -122,15 +119,10 @@ def triton_problem() -> str | None:
 
 
 class Heads(NamedTuple):
-    """Heads that a kernel's tile has to hold.
+    """Heads that a kernel's tile has to hold."""
 
-    Attributes:
-        width: the widest head dim.
-        group: query heads of one kv head, which are in one tile.
-    """
-
-    width: int
-    group: int
+    width: int  # the widest head dim
+    group: int  # query heads of one kv head, which are in one tile
 
     @classmethod
     def of(cls, q: Tensor, *others: Tensor) -> Heads:
@@ -285,8 +277,7 @@ def _refuse_negative(gates: Tensor) -> None:
 def _kernels(q: Tensor, other: Tensor) -> ModuleType:
     """Kernels' module, after a check of q [B,S,Hq,Dk] and `other`, keys or values [B,T,Hkv,D].
 
-    Raises:
-        BackendError: tiles of such heads do not fit the device, or there are too many of them.
+    Raises BackendError: tiles of such heads do not fit the device, or there are too many of them.
     """
     from ..kernels import operators
 

@@ -28,25 +28,16 @@ _LONGEST = 1 << 19  # most tokens that are traced; a longer call only has more e
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes live at the peak.
+    """Bytes live at the peak."""
 
-    Attributes:
-        parameters: the model's weights.
-        optimizer: the optimizer's state.
-        inputs: tensors that the caller holds: the operator's and the output's gradient, or tokens and targets.
-        gradients: gradients of parameters, or of the operator's tensors.
-        activations: what the forward pass leaves: outputs, and tensors kept for the backward pass; among them the
-            loss's gradients, which are made with its value, until the backward pass scales them.
-        workspace: temporary tensors: all that the forward pass frees or, with checkpointing, that the backward pass
-            computes anew.
-    """
-
-    parameters: int
-    optimizer: int
-    inputs: int
-    gradients: int
+    parameters: int  # the model's weights
+    optimizer: int  # its state
+    inputs: int  # tensors that the caller holds: the operator's and the output's gradient, or tokens and targets
+    gradients: int  # of parameters, or of the operator's tensors
+    # What the forward pass leaves: outputs, and tensors kept for the backward pass; among them the loss's gradients,
+    # which are made with its value, until the backward pass scales them.
     activations: int
-    workspace: int
+    workspace: int  # all that the forward pass frees or, with checkpointing, that the backward pass computes anew
 
     @property
     def extra(self) -> int:

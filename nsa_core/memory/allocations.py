@@ -36,17 +36,13 @@ class Allocations(TorchDispatchMode):
     """Storages made within the context, and their ends: a storage lives until nothing refers to it.
 
     Tensors saved by autograd count, because they refer to storages. An operation's own temporary memory does not.
-
-    Attributes:
-        events: (number of the storage, bytes), in order; negative bytes where it is freed.
-        live: numbers of the storages that live now, by their addresses.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int]] = []  # number of the storage, bytes; negative bytes where it is freed
+        self.live: dict[int, int] = {}  # numbers of the storages that live now, by their addresses
         self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
-        self.live: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
@@ -101,20 +97,13 @@ class DeviceFunctions(TorchFunctionMode, ContextDecorator):
 
     Autocast has no part in meta tensors: the CPU's stands for any device's. RMSNorm is fused on a GPU. Fused attention
     allocates where nobody sees it.
-
-    Args:
-        threads: of a CPU, each of which has a tile of fused attention; 0: a GPU.
-
-    Attributes:
-        casts: weights cast by autocast, which keeps them until its end.
-        keeps_casts: whether it does; a block that is computed anew has an autocast of its own.
     """
 
     def __init__(self, threads: int) -> None:
         super().__init__()
-        self.casts: list[Tensor] = []
-        self.keeps_casts = True
-        self._threads = threads
+        self.casts: list[Tensor] = []  # weights cast by autocast, which keeps them until its end
+        self.keeps_casts = True  # whether it does; a block that is computed anew has an autocast of its own
+        self._threads = threads  # of a CPU, each of which has a tile of fused attention; 0: a GPU
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
