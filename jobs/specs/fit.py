@@ -12,6 +12,7 @@ from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE
 from jobs.specs.spec import JobSpec, SpecError
 from nsa_core import available_backends
 from nsa_core.backends.dense import Host, unusable
+from nsa_core.backends.flash import lacking
 from nsa_core.backends.triton import Heads, too_large, unsupported, untested
 from nsa_core.model import ModelConfig
 
@@ -37,8 +38,10 @@ def _host(machine: Machine) -> Host | None:
     """Capability and packages of the machine; None for a GPU host without a fingerprint."""
     if machine.device != "cuda":
         return Host(None, {})
-    capability = machine.fingerprint.get("capability", "unknown")
-    return None if capability == "unknown" else Host.described(capability, machine.fingerprint)
+    if (capability := machine.fingerprint.get("capability", "unknown")) == "unknown":
+        return None
+    major, minor = map(int, capability.split("."))
+    return Host((major, minor), lacking(machine.fingerprint))
 
 
 def dense_reasons(machine: Machine, dtype: str, dim: int) -> dict[str, str | None]:

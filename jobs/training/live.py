@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -29,19 +28,11 @@ SERIES = (GRADIENT_NORM, LEARNING_RATE, TRAINING_MEMORY)
 _WINDOW_S = 1.0
 
 
-@dataclass(frozen=True)
-class ModelFlops:
-    """Model FLOPs of a token, and the published peak of all ranks' GPUs together [FLOP/s]."""
-
-    per_token: float
-    peak: float
-
-
-def model_flops(case: TrainingCase, gpu: str) -> ModelFlops | None:
-    """The figures of a training on GPUs of this name; None where no peak is known."""
+def model_flops(case: TrainingCase, gpu: str) -> tuple[float, float] | None:
+    """Model FLOPs of a token, and the published peak of all ranks' GPUs together [FLOP/s]; None where none is known."""
     if gpu not in BF16_PEAKS or case.dtype != "bfloat16":
         return None
-    return ModelFlops(training_flops_per_token(case.model, case.seq_len), BF16_PEAKS[gpu] * case.layout.ranks)
+    return training_flops_per_token(case.model, case.seq_len), BF16_PEAKS[gpu] * case.layout.ranks
 
 
 class LiveTraining:
@@ -50,7 +41,7 @@ class LiveTraining:
     """
 
     def __init__(
-        self, beat: Beat, tokens: int, device: torch.device, rank: int = 0, flops: ModelFlops | None = None
+        self, beat: Beat, tokens: int, device: torch.device, rank: int = 0, flops: tuple[float, float] | None = None
     ) -> None:
         self._report = reporter(beat)
         self._tokens, self._device, self._rank, self._flops = tokens, device, rank, flops
@@ -82,7 +73,8 @@ class LiveTraining:
             since, before = self._steps[0]
             values[THROUGHPUT.name] = throughput = (step - before) * self._tokens / max(clock - since, 1e-9)
             if self._flops is not None:
-                values[MFU.name] = 100 * throughput * self._flops.per_token / self._flops.peak
+                per_token, peak = self._flops
+                values[MFU.name] = 100 * throughput * per_token / peak
         self._report.sample(step, values, self._rank)
 
 

@@ -114,8 +114,8 @@ def speed(case: TextCase, report: RankReport, steady: Sequence[float], left_out:
     throughput = summarize(THROUGHPUT, [case.tokens / s for s in steady], method)
     metrics = [summarize(TIME, [1000 * s for s in steady], method), throughput]
     if (flops := model_flops(case, report.gpu)) is not None:
-        words = f"{flops.per_token:.4g} FLOPs a token; the peak of all GPUs is {flops.peak:.4g} a second"
-        metrics.append(Metric.of(MFU, 100 * throughput.value * flops.per_token / flops.peak, method=words))
+        words = "{:.4g} FLOPs a token; the peak of all GPUs is {:.4g} a second".format(*flops)
+        metrics.append(Metric.of(MFU, 100 * throughput.value * flops[0] / flops[1], method=words))
     if (plan := case.plan) is not None:
         work = f"{plan.steps} steps x {plan.tokens_per_step} tokens"
         hours = plan.hours_at(throughput.value)

@@ -49,12 +49,6 @@ class Host:
     capability: tuple[int, int] | None  # compute capability of the GPU; None without one
     lacks: Mapping[str, str]  # kernels whose package cannot be used, with the reason
 
-    @classmethod
-    def described(cls, capability: str, versions: Mapping[str, str]) -> Host:
-        """Another host, from its GPU's capability ("9.0") and the versions of the packages installed there."""
-        major, minor = capability.split(".")
-        return cls((int(major), int(minor)), lacking(versions))
-
 
 def here(device: torch.device) -> Host:
     """This process's host, for tensors on `device`."""

@@ -13,7 +13,7 @@ from travelling import travelled
 from jobs.schema.point import Machine
 from jobs.train import Case, Spec, measure
 from jobs.training.case import learning_rate
-from jobs.training.live import LiveTraining, ModelFlops
+from jobs.training.live import LiveTraining
 
 STEPS = 30
 
@@ -49,8 +49,7 @@ def test_the_throughput_is_that_of_the_last_second(monkeypatch: pytest.MonkeyPat
     clock = iter([0.0, *(0.25 * step for step in range(1, 9)), *(2 + 0.125 * step for step in range(1, 17))])
     monkeypatch.setattr("jobs.training.live.time.perf_counter", lambda: next(clock))
     report = Keeping()
-    flops = ModelFlops(per_token=6e6, peak=2.4e9)
-    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), flops=flops)
+    live = LiveTraining(report, tokens=100, device=torch.device("cpu"), flops=(6e6, 2.4e9))
     for step in range(89, 113):  # a resumed training begins at any step
         live.step(step, 1.0, 1.0, 1.0)
     speeds = list(report.series["throughput"].values())
