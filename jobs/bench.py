@@ -24,7 +24,7 @@ from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import STAGE, TELEMETRY
 from jobs.specs.fields import Implementations
-from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.fit import refuse_idle
 from nsa_core.kernels.runtime.launch import Started, observe
 
 QUANTITIES = (*OPERATOR_QUANTITIES, STAGE, *TELEMETRY)

@@ -20,8 +20,7 @@ from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.specs.fields import WINDOW_ALONE, Backends, BareNSA, Batch, HeadsSpec, Passes, Several, computes
-from jobs.specs.fit import refuse_unusable
-from jobs.specs.nsa_effect import ALL, refuse_idle
+from jobs.specs.fit import ALL, refuse_idle, refuse_unusable
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch
 

@@ -25,8 +25,7 @@ from jobs.measure.rows import RowCheck, row_metrics
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role
 from jobs.specs.fields import HeadsSpec, Layers, OrDense
-from jobs.specs.fit import does_not_fit, refuse_unusable
-from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.fit import does_not_fit, refuse_idle, refuse_unusable
 from nsa_core import NSAConfig, compress
 from nsa_core.backends import BACKENDS, naive
 from nsa_core.cache import DenseCache, NSACache

@@ -25,8 +25,7 @@ from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Unique, names_among
-from jobs.specs.fit import dense_reasons
-from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.fit import dense_reasons, refuse_idle
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig
 

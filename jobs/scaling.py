@@ -16,7 +16,7 @@ from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, Work
 from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
-from jobs.specs.nsa_effect import refuse_idle
+from jobs.specs.fit import refuse_idle
 
 QUANTITIES = (*OPERATOR_QUANTITIES, *TELEMETRY)
 

@@ -16,8 +16,8 @@ from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
 from jobs.specs import fit
 from jobs.specs.fields import Batch, Lengths, OrDense, Several
+from jobs.specs.fit import refuse_idle
 from jobs.specs.model import ModelledSpec
-from jobs.specs.nsa_effect import refuse_idle
 from nsa_core.model import NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]

@@ -12,7 +12,7 @@ from travelling import CPU, HEADS, NSA, QUICK, measured
 from jobs.branches import Spec
 from jobs.measure import isolation
 from jobs.measure.check import WrongResult
-from jobs.specs.nsa_effect import ACTS_ON
+from jobs.specs.fit import ACTS_ON
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core._inputs import Operands
 from nsa_core.backends import triton

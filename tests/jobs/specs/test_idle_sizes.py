@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
+from jobs.specs.fit import ACTS_ON
 from jobs.specs.kinds import kinds
 from jobs.specs.load import parse_spec
-from jobs.specs.nsa_effect import ACTS_ON
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.functional import BRANCHES
