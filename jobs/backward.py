@@ -36,9 +36,8 @@ from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machi
 from jobs.schema.quantities import AGREEMENT, MEMORY, PEAK_MEMORY, TELEMETRY, THROUGHPUT, TIME
 from jobs.schema.states import FAILED, PointState
 from jobs.specs import fields
-from jobs.specs.fields import WINDOW_ALONE, Layers, Several, computes
+from jobs.specs.fields import WINDOW_ALONE, Layers, ModelChoice, Several, computes
 from jobs.specs.fit import ALL, does_not_fit, refuse_idle, refuse_unusable
-from jobs.specs.model import ModelChoice
 from jobs.specs.spec import JobSpec, Strict
 from nsa_core.functional import BRANCHES
 from nsa_core.routes import Branch

@@ -17,9 +17,8 @@ from pydantic import Field, model_validator
 from jobs.schema.plain_text import shown
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
-from jobs.specs.fields import Count, Several
+from jobs.specs.fields import BYTES, Count, ModelledSpec, Several
 from jobs.specs.fit import backend_reasons, refuse_idle
-from jobs.specs.model import BYTES, ModelledSpec
 from jobs.specs.spec import Recovery, SpecError
 from jobs.specs.user_files import is_missing
 from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided

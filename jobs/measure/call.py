@@ -20,9 +20,8 @@ from jobs.measure.rows import RowCheck, check_rows
 from jobs.schema.axes import MODEL, Axes
 from jobs.schema.point import Beat, Case, Device, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import THROUGHPUT, TIME, Quantity
-from jobs.specs.fields import HeadsSpec
+from jobs.specs.fields import MODELS, HeadsSpec
 from jobs.specs.fit import does_not_fit
-from jobs.specs.model import MODELS
 from jobs.specs.spec import JobSpec
 from nsa_core import NSAConfig
 from nsa_core.functional import BRANCHES

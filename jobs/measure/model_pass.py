@@ -15,9 +15,8 @@ from jobs.measure.call import ModelCase
 from jobs.measure.check import Agreement, check_model
 from jobs.schema.point import Machine, Point
 from jobs.specs import fit
-from jobs.specs.fields import Batch, Lengths, OrDense, Several
+from jobs.specs.fields import Batch, Lengths, ModelledSpec, OrDense, Several
 from jobs.specs.fit import refuse_idle
-from jobs.specs.model import ModelledSpec
 from nsa_core.model import NSATransformer
 
 Pass = Literal["forward", "forward+backward", "train"]

@@ -19,8 +19,8 @@ from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
 from jobs.specs import fields
+from jobs.specs.fields import ModelledSpec
 from jobs.specs.fit import refuse_unusable
-from jobs.specs.model import ModelledSpec
 from jobs.specs.spec import JobSpec
 from nsa_core.functional import BRANCHES
 from nsa_core.memory import MemoryEstimate
