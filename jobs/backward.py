@@ -241,8 +241,8 @@ def measure(case: Case, beat: Beat) -> Measurement:
     """
     folder = Path(tempfile.gettempdir()) / FAILURE_FILES
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier point of this process
-    whole = case.model.branches == BRANCHES
-    files = {} if whole else {"trace.txt": trace_branch(case, case.model.branches[0])}
+    branches = case.model.branches
+    files = {} if branches == BRANCHES else {"trace.txt": trace_branch(case, branches[0])}
 
     def watched(call: ModelPass) -> None:
         watch = LayerWatch([*call.model.blocks], call.device, beat, folder, case.hang_in_layer)
@@ -251,9 +251,10 @@ def measure(case: Case, beat: Beat) -> Measurement:
     how: dict[str, Any] = {"first_run": watched, "memory": case.search is None}
     with torch.autograd.set_detect_anomaly(case.anomaly):
         call, measured = measure_call(case, lambda: repeated_pass(case), beat, **how)
-    if {*case.model.branches} != set(measured.route) - {"select"}:
-        own, ran = ", ".join(sorted(case.model.branches)), ", ".join(measured.route)
-        raise WrongResult(f"{case.implementation}: a model of {own} ran {ran}")
+    if {*branches} != set(measured.route) - {"select"}:
+        raise WrongResult(
+            f"{case.implementation}: a model of {', '.join(sorted(branches))} ran {', '.join(measured.route)}"
+        )
     metrics = measured.metrics
     if case.search is None:
         call.clear()

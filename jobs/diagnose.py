@@ -17,8 +17,6 @@ from jobs.schema.point import Beat, Measurement, Metric, reporter
 from jobs.schema.quantities import Better, Quantity, Role
 from jobs.training.metrics import RANK_IMBALANCE, measurement
 
-__all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
-
 WARNINGS = Quantity("warnings", "1", "Warnings of the diagnosis", "warnings", Better.LOWER, Role.HEADLINE)
 _SIZES = {"allocated": "Most memory allocated", "reserved": "Memory reserved", "resident": "Resident memory"}
 PHASE_MEMORY = {

@@ -27,8 +27,6 @@ from jobs.training.metrics import common_metrics, compared, per_byte, speed
 from jobs.training.rank import RankReport
 from jobs.training.soak import GB, HOST_MEMORY, MEMORY_HELD, Interval, SoakHistory, SoakPlan
 
-__all__ = ["AXES", "QUANTITIES", "Case", "Spec", "measure"]
-
 RESERVED_GROWTH = Quantity(
     "reserved_growth", "%/1000 steps", "Growth of the memory reserved", "memory growth", Better.LOWER, Role.HEADLINE
 )

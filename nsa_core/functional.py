@@ -339,8 +339,7 @@ def _block_means(x: Tensor, config: NSAConfig) -> Tensor:
         return x[:, :0]
     per_block = config.cmp_block // stride
     used = x[:, : (tokens - 1 + per_block) * stride].unflatten(1, (-1, stride))
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    strides = used.sum(2, dtype=wide)
+    strides = used.sum(2, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
     blocks = sum((strides[:, i : i + tokens] for i in range(1, per_block)), strides[:, :tokens])
     return (blocks / config.cmp_block).to(x.dtype)
 

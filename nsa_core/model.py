@@ -184,8 +184,7 @@ class NSATransformer(nn.Module):
         With a cache from `new_cache`, tokens continue those it holds, and are stored in it. The loss never holds all
         logits, so that memory grows with the hidden states alone.
         """
-        hidden = self._through(self.embedding(tokens), 0, len(self.blocks), cu_seqlens, cache)
-        rows = self.norm(hidden)
+        rows = self.norm(self._through(self.embedding(tokens), 0, len(self.blocks), cu_seqlens, cache))
         if targets is None:
             return self.head(rows)
         return head_cross_entropy(rows.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)

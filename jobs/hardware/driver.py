@@ -49,11 +49,8 @@ def installed_driver() -> Driver | None:
 def misfit(pytorch: str, cuda: str | None, driver: Driver | None) -> Misfit | None:
     """Reason why a PyTorch cannot run on the driver; None if it can, or if there is no driver (None).
 
-    A driver runs programs built for its own major version of CUDA and for older ones, in any minor version.
-
-    Args:
-        pytorch: its version.
-        cuda: the version of CUDA that it was built for; None: for the CPU alone.
+    A driver runs programs built for its own major version of CUDA and for older ones, in any minor version. `cuda` is
+    the version that PyTorch was built for; None: for the CPU alone.
     """
     if driver is None:
         return None

@@ -61,10 +61,7 @@ def common_slope(pieces: ArrayLike, x: ArrayLike, y: ArrayLike) -> Slope | None:
     The within estimator of panel data: both are taken as deviations from their piece's means, which gives the slope of
     a least-squares fit with a dummy variable for each piece (Frisch and Waugh, Econometrica 1, 1933). Readings in a row
     are alike, so that the interval rests on n (1 - r) / (1 + r) of them, r being the lag-1 autocorrelation of the
-    residuals (Santer et al., J. Geophys. Res. 105(D6), 7337, 2000).
-
-    Args:
-        pieces: the piece of each reading; readings of a piece follow each other.
+    residuals (Santer et al., J. Geophys. Res. 105(D6), 7337, 2000). Readings of a piece follow each other.
     """
     numbers, levels = np.unique(np.asarray(pieces), return_inverse=True)
     deviations = []  # from the mean of their piece

@@ -64,11 +64,8 @@ def measure_held(call: Callable[[], object], device: torch.device, resident: int
 
 
 def measure_peak(call: Callable[[], object], device: torch.device, resident: int, *, cuda_graphs: bool = False) -> Peak:
-    """Run `call` once and measure its peak memory; its result stays alive until the end.
-
-    Args:
-        resident: bytes of tensors allocated before the call (CPU only: CUDA counts them itself).
-        cuda_graphs: whether the call replays CUDA graphs, so that the memory of this process's graphs is used by it.
+    """Run `call` once and measure its peak memory; its result stays alive until the end. `resident` are bytes of
+    tensors allocated before (on a CPU: CUDA counts them itself); with `cuda_graphs` it uses this process's graphs.
     """
     gc.collect()
     if device.type != "cuda":

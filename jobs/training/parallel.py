@@ -123,11 +123,8 @@ class Replica:
 
     DDP copies every gradient to a bucket and back. Here the pass, tokens and targets [B,S] to the rank's loss, is cut
     once, after the first blocks: as soon as the backward pass has left the later ones, their gradients are averaged
-    while the first blocks' are computed. The weights are the first rank's from the start.
-
-    Args:
-        marks: of ParallelModel; gets the second when the last gradients are ready to be averaged.
-        compiled: compiles a part of the pass, or gives it back as it is.
+    while the first blocks' are computed. The weights are the first rank's from the start. `marks`, of ParallelModel,
+    gets the second when the last gradients are ready to be averaged; `compiled` compiles a part of the pass, if asked.
     """
 
     def __init__(

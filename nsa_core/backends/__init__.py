@@ -60,11 +60,8 @@ def backend_names() -> list[str]:
 
 
 def available_backends(device: torch.device, dtype: torch.dtype, branch: Branch | None = None) -> dict[str, str | None]:
-    """Names of backends, each with None if it can run on `device` in `dtype`, else with the reason why not.
-
-    Args:
-        branch: list the backends that compute this branch; None: those that compute every branch.
-    """
+    """Names of backends, each with None if it can run on `device` in `dtype`, else with the reason why not: of those
+    that compute the branch, or every branch where that is None."""
     offered()
     reasons: dict[str, str | None] = {}
     for name, backend in {**(WINDOW_BACKENDS if branch == "win" else BACKENDS), **_usable}.items():
@@ -143,11 +140,8 @@ def _find(name: str, branch: Branch, device: torch.device, dtype: torch.dtype, h
 
 
 def default(device: torch.device, dtype: torch.dtype, heads: Heads | None = None) -> str:
-    """Name of the backend that "auto" takes: "triton" on a GPU where it can, else "chunked", which runs anywhere.
-
-    Args:
-        heads: those of the call; none of the kernels' tiles may hold them.
-    """
+    """Name of the backend that "auto" takes: "triton" on a GPU whose tiles hold the heads, else "chunked", which runs
+    anywhere."""
     if device.type != "cuda":
         return "chunked"
     reason = triton.unavailable(device, dtype)

@@ -50,13 +50,10 @@ def choose(scores: Tensor, positions: Tensor, config: NSAConfig) -> Tensor:
     """Blocks selected by `scores` [X,C,blocks] for queries at `positions` [C] (Eq. 11).
 
     Candidates start at or before the query. The first `init_blocks` and the last `local_blocks` of them are forced;
-    the others are ordered by score descending, then index ascending.
-
-    Returns:
-        int32 [X,C,slc_count], ascending, padded with -1.
+    the others are ordered by score descending, then index ascending. Returns int32 [X,C,slc_count], ascending, padded
+    with -1.
     """
-    best = _best(ranked(scores, positions, config), min(config.slc_count, scores.shape[-1]))
-    chosen = best.sort(-1).values
+    chosen = _best(ranked(scores, positions, config), min(config.slc_count, scores.shape[-1])).sort(-1).values
     chosen = chosen.masked_fill_(chosen == _INDEX, -1).int()
     return pad(chosen, (0, config.slc_count - chosen.shape[-1]), value=-1)
 

@@ -284,8 +284,7 @@ def _selected_pieces(
     dense = min(max(0, keys - offset), shape.rows)
     for start, stop in _ranges(0, dense, shape.chunk(keys), device):
         positions = torch.arange(offset + start, offset + stop, device=device)
-        hidden = positions > positions[:, None]
-        yield _Piece(start, stop, slice(0, offset + stop), hidden[None, :, None])
+        yield _Piece(start, stop, slice(0, offset + stop), (positions > positions[:, None])[None, :, None])
     total, element = config.slc_blocks(offset + shape.rows), shape.element + shape.accumulator * backward
     gathered = shape.batch * shape.kv_heads * keys * (shape.dim + shape.value_dim) * element
     for start, stop in _ranges(dense, shape.rows, shape.chunk(keys, gathered), device):

@@ -105,8 +105,7 @@ def _attend(
     places = places[order][visible[order]]  # keys of the first query, then of the second, ...
     keys, values = (copies(x.flatten(0, 2), places) for x in (k, v))
     rows = copies(q.reshape(-1, group, q.shape[-1]).flatten(1), order).unflatten(1, (group, -1))
-    out = torch.cat(_attended(rows, keys, values, counts, scale))
-    back = copies(out.flatten(1), order.argsort())
+    back = copies(torch.cat(_attended(rows, keys, values, counts, scale)).flatten(1), order.argsort())
     return gated(back.view(*q.shape[:-1], v.shape[-1]), gate)
 
 
