@@ -17,8 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from jobs.adapters import PEERS, Peer, PeerProblem, find_peer, load_peer, peer_names
-from jobs.adapters.packages import TORCH_FIXED
+from jobs.adapters import PEERS, TORCH_FIXED, Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.measure.check import Agreement, Operator, check_operator
 from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.plain_text import error_in_a_line

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from jobs.adapters import packages
+from jobs import adapters
 from nsa_core import NSAConfig, dense_attention, nsa_attention, routes
 from nsa_core.backends import dense, flash
 
@@ -173,8 +173,8 @@ def test_gradients_are_reproducible_if_pytorch_is_deterministic(provider):
 def test_peers_window_of_fixed_lengths_is_that_of_packed_ones(window):
     leaves = operands(1500, 16, 4, 128, 128, BF16)
     fixed, packed = (
-        run(lambda q, k, v, kernel=kernel: packages.window(q, k, v, NSAConfig(window=window), kernel), leaves)
-        for kernel in (packages.TORCH_FIXED, "torch-varlen")
+        run(lambda q, k, v, kernel=kernel: adapters.window(q, k, v, NSAConfig(window=window), kernel), leaves)
+        for kernel in (adapters.TORCH_FIXED, "torch-varlen")
     )
     assert fixed[1] == ["torch-fixed"]
     for got, want in zip(fixed[0], packed[0], strict=True):
