@@ -43,6 +43,9 @@ Run = Annotated[
 ]
 Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
+Metric = Annotated[str, typer.Option(help="the quantity")]
+Threshold = Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")]
+OfTurns = Annotated[int, typer.Option(min=1, max=100, help="how often each side is measured")]
 Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="a word by which runs are found")]
 Wait = Annotated[bool, typer.Option(help="follow the job's log until it ends")]
 NamedPoint = Annotated[str, typer.Argument(metavar="POINT", help="RUN/NUMBER, e.g. last/0; `nsa show RUN` lists them")]
@@ -488,20 +491,43 @@ def report(
 
 @app.command()
 def compare(
-    first: Annotated[str, typer.Argument(help=_SIDE)],
-    others: Annotated[list[str], typer.Argument(help="what to hold against it, each as the first")],
-    metric: Annotated[str, typer.Option(help="the quantity to compare")] = "time",
-    threshold: Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")] = 2.0,
+    first: Annotated[str | None, typer.Argument(help=_SIDE)] = None,
+    others: Annotated[list[str] | None, typer.Argument(help="what to hold against it, each as the first")] = None,
+    metric: Metric = "time",
+    threshold: Threshold = 2.0,
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
+    interleave: Annotated[
+        Path | None, typer.Option(metavar="SPEC", help="measure this spec now, with --at COMMIT's sources and today's")
+    ] = None,
+    at: Annotated[str | None, typer.Option(metavar="COMMIT", help="the commit to hold today's sources against")] = None,
+    turns: OfTurns = 3,
+    overrides: Overrides = None,
+    local: Annotated[bool, typer.Option("--local", help="measure on this machine, not as a job")] = False,
 ) -> None:
-    """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous."""
-    from orchestrator.cli import console, lookup
+    """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous.
+
+    With --interleave and --at both are measured in turns, A B A B, in one job, each turn by processes of its own.
+    """
+    from orchestrator.cli import console, lookup, submission
+    from orchestrator.cli import interleave as turning
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import Change
 
-    with lookup.open_store() as store:
-        sides = [lookup.find_side(store, text) for text in (first, *others)]
-        found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
+    if (interleave is None) != (at is None) or (interleave is None) != bool(first and others) or (first and interleave):
+        raise UserError("arguments: give two or more runs or commits, or --interleave SPEC and --at COMMIT")
+    settings = load_settings()
+    if interleave and at:
+        if not local:
+            job = submission.submit_turns(settings, interleave, at, overrides or (), turns, metric, threshold)
+            raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+        with lookup.open_store(settings, create=True, readonly=False) as store, turning.sources_at([at]) as sources:
+            order = turning.Turns(settings, interleave, overrides or (), turns)
+            sides = order.measure(store, [*sources, turning.today()])
+            found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
+    else:
+        with lookup.open_store(settings) as store:
+            sides = [lookup.find_side(store, text) for text in (first or "", *(others or ()))]
+            found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
     for each in found:
         for table in comparing.tables(each):
             console.show(table, format)
@@ -510,13 +536,40 @@ def compare(
 
 
 @app.command()
+def bisect(
+    good: Annotated[str, typer.Argument(help="a commit of this checkout that is fast enough")],
+    bad: Annotated[str, typer.Argument(help="a later one that is too slow")],
+    spec: Annotated[Path, typer.Argument(help="YAML spec to measure; few points are soon measured")],
+    metric: Metric = "time",
+    threshold: Threshold = 2.0,
+    turns: OfTurns = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Find the commit that made a spec's worst cell worse, by measuring each in turns with GOOD, on this machine.
+
+    Exit 0: it is found; 1: it is one of several, as some could not be measured or told; 3: BAD is not worse than GOOD.
+    """
+    from orchestrator.cli import interleave, lookup
+
+    settings = load_settings()
+    with lookup.open_store(settings, create=True, readonly=False) as store:
+        order = interleave.Turns(settings, spec, overrides or (), turns)
+        commits, worst = interleave.bisect(store, order, good, bad, metric, threshold / 100)
+    if worst is None:
+        say(f"no cell is proven worse at {bad} than at {good}")
+        raise typer.Exit(3)
+    say(f"first worse: {' or '.join(commits)}")
+    raise typer.Exit(int(len(commits) > 1))
+
+
+@app.command()
 def history(
     words: Annotated[
         list[str] | None, typer.Argument(help="only cells with these words, e.g. triton forward 12/2 2048; none: all")
     ] = None,
-    metric: Annotated[str, typer.Option(help="the quantity")] = "time",
+    metric: Metric = "time",
     name: Annotated[str | None, typer.Option(help="only runs of this name, as `nsa runs` lists them")] = None,
-    threshold: Annotated[float, typer.Option(min=0, max=100, help="the smallest change that counts, in %")] = 2.0,
+    threshold: Threshold = 2.0,
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="most changes to list")] = 20,
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown")] = "text",
 ) -> None:

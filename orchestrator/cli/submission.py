@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,12 @@ from jobs.schema.states import PointState, RunState
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError, card_of
 from orchestrator.cli import console
+from orchestrator.cli.interleave import IN_UPLOAD, sources_at
 from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
-from orchestrator.execute.ray_cluster import card_types
-from orchestrator.execute.upload import collect
+from orchestrator.execute.ray_cluster import ACCELERATOR, card_types
+from orchestrator.execute.upload import Upload, collect, sources
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step
 from orchestrator.provenance import git_state, user
@@ -59,6 +61,33 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
     """
     upload = collect(load_spec(spec, overrides), spec)
     args = ["python", "-m", "jobs", str(upload.spec), *set_options(overrides), *more]
+    return _submit(settings, upload, args)
+
+
+def submit_turns(
+    settings: Settings, spec: Path, commit: str, overrides: Sequence[str], turns: int, metric: str, threshold: float
+) -> str:
+    """Submit `nsa compare --interleave SPEC --at COMMIT` as one job, which itself holds what a point needs.
+
+    Returns and raises as `submit`; UserError also if this checkout has no such commit.
+    """
+    checked = load_spec(spec, overrides)
+    upload, needs = collect(checked, spec), checked.resources
+    options = ["--turns", str(turns), "--metric", metric, "--threshold", str(threshold)]
+    options += set_options([*overrides, *(["resources.accelerator_type=null"] if needs.accelerator_type else [])])
+    gpus = float(checked.device == "cuda") if needs.num_gpus is None else needs.num_gpus
+    holds: dict[str, Any] = {"entrypoint_num_cpus": needs.num_cpus, "entrypoint_num_gpus": gpus}
+    if needs.accelerator_type:
+        holds["entrypoint_resources"] = {ACCELERATOR + card_of(needs.accelerator_type)[0]: 0.001}
+    with sources_at([commit]) as [found]:
+        at = str(found.state.commit)
+        sent = {f"{IN_UPLOAD}/{at}/{name}": path for name, path in sources(found.folder)}
+        nsa = "from orchestrator.cli.commands import main; main()"
+        args = ["python", "-c", nsa, "compare", "--interleave", str(upload.spec), "--at", at, "--local", *options]
+        return _submit(settings, replace(upload, files={**upload.files, **sent}), args, **holds)
+
+
+def _submit(settings: Settings, upload: Upload, args: Sequence[str], **holds: Any) -> str:
     client = _client(settings)
     if not asks_for_token(settings):
         warn(f"warning: the cluster at {settings.ray_dashboard} asks for no token: whoever reaches it runs code there")
@@ -68,7 +97,7 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
         variables = {**git_state().variables, **({"NSA_PERSON": person} if person else {})}
         runtime_env = {"working_dir": str(package), "env_vars": variables}
         with _answering(f"NSA_RAY_DASHBOARD: {settings.ray_dashboard!r}: did not take the job", "look at `nsa status`"):
-            job = client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env)
+            job = client.submit_job(entrypoint=shlex.join(args), runtime_env=runtime_env, **holds)
     say(f"submitted {job} (upload: {size / 2**20:.2f} MiB)")
     return job
 

@@ -30,7 +30,7 @@ _STOP_S = 3.0  # that a driver needs to end, and that Ray gives it where nothing
 _PATIENCE_S = 15.0
 _PROBES = 3
 _ANSWER_S = 1.0
-_ACCELERATOR = "accelerator_type:"
+ACCELERATOR = "accelerator_type:"
 
 
 class RayExecutor:
@@ -209,7 +209,7 @@ class Share:
 
 def card_types(node: Mapping[str, float]) -> list[str]:
     """Ray's types of a node's accelerators; [] where Ray does not know them."""
-    return [name.removeprefix(_ACCELERATOR) for name in node if name.startswith(_ACCELERATOR)]
+    return [name.removeprefix(ACCELERATOR) for name in node if name.startswith(ACCELERATOR)]
 
 
 def _time_to_stop() -> float:

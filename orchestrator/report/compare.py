@@ -52,20 +52,26 @@ class Change(StrEnum):
 
 @dataclass(frozen=True)
 class Side:
-    """A run, or the runs of a commit, of which the newest with each cell counts."""
+    """A run, or the runs of a commit, of which the newest with each cell counts; of turns (`pooled`) all count."""
 
     name: str
     run_ids: tuple[str, ...]
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell as one side measured it; `gpu` and `route` are what a ratio does not pass over in silence."""
+    """A cell as one side measured it; `gpu` and `route` are what a ratio does not pass over in silence.
+
+    Attributes:
+        apart: how far apart the turns of a pooled side are, as a share of the lowest.
+    """
 
     point_id: str
     samples: Samples
     gpu: str | None
     route: str
+    apart: float = 0.0
 
     @property
     def median(self) -> float:
@@ -128,7 +134,8 @@ def compare(
         pairs, failed, lacking = [], [], []
         for cell, one in base.items():
             if cell in beside:
-                pairs.append(paired(cell, one, beside[cell], max(threshold, floors.get(cell, 0.0))))
+                floor = max(floors.get(cell, 0.0), one.apart, beside[cell].apart)
+                pairs.append(paired(cell, one, beside[cell], max(threshold, floor)))
                 continue
             # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
             why = after.get(cell, "not planned")
@@ -193,13 +200,18 @@ def _measured(store: Store, side: Side, metric: str) -> tuple[dict[Cell, Measure
     """Cells of a side as it measured them, and why others have no value; of several runs the newest counts."""
     cells: dict[Cell, Measured] = {}
     lacking: dict[Cell, str] = {}
+    turns: dict[Cell, list[Samples]] = defaultdict(list)
     for run_id in sorted(side.run_ids):
         rows = queries.points(store, run_id)
         values = queries.samples(store, metric, rows["point_id"].tolist())
         for row in rows.to_dict("records"):
             samples = np.array(values.get(row["point_id"], []), dtype=float)
             if samples.size and (samples > 0).all():
-                cells[cell_of(row)] = Measured(row["point_id"], samples, row["gpu"], route_of(row))
+                cell = cell_of(row)
+                turns[cell] = [*turns[cell], samples] if side.pooled else [samples]
+                medians = [float(np.median(turn)) for turn in turns[cell]]
+                pooled, apart = np.concatenate(turns[cell]), max(medians) / min(medians) - 1
+                cells[cell] = Measured(row["point_id"], pooled, row["gpu"], route_of(row), apart)
             else:  # a logarithm has no 0
                 ended = "no value" if row["state"] == PointState.OK else str(row["state"])
                 lacking[cell_of(row)] = "0 or below" if samples.size else ended

@@ -102,6 +102,18 @@ def test_runs_of_one_commit_set_the_noise_floor_of_a_cell(sqlite_store: Store) -
     assert found.differences == {"commit": ("c" * 40, "d" * 40), "gpu.driver": ("580", "590")}
 
 
+def test_turns_are_pooled_and_no_closer_than_they_are_to_one_another(sqlite_store: Store) -> None:
+    for day, (run_id, level) in enumerate((("a1", 1.0), ("b1", 1.05), ("a2", 1.06), ("b2", 1.11))):
+        commit = run_id[0] * 40
+        sqlite_store.apply_many(records(run_id, commit, day, {2048: level, 8192: 1.0 + 0.05 * (commit > "b")}))
+    [found] = compare(sqlite_store, Side("a", ("a1", "a2"), pooled=True), [Side("b", ("b1", "b2"), pooled=True)])
+    cells = {dict(cell.cell)["seq_len"]: cell for cell in found.cells}
+    assert (cells["8192"].change, cells["8192"].first.samples.size) == (Change.WORSE, 40)
+    assert cells["2048"].change is not Change.WORSE, "the turns of a commit are 6 % apart"
+    [newest] = compare(sqlite_store, Side("a", ("a1", "a2")), [Side("b", ("b1", "b2"))])
+    assert newest.cells[0].first.samples.size == 20, "runs of a commit are not pooled"
+
+
 def test_a_commit_is_compared_by_a_command(
     sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,169 @@
+"""Measures a spec with the sources of several commits in turns, A B A B, and finds the commit that made it slower.
+
+A turn is a driver of its own on this machine, `python -m jobs SPEC --local`, that imports one commit's sources: what
+drifts, as clocks or a neighbour's load, meets all commits alike, and each commit is measured by several processes. A
+turn stores into a scratch database, as a commit may know other tables, and its journal is then imported.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.schema.plain_text import shown
+from orchestrator.errors import UserError
+from orchestrator.git import git
+from orchestrator.provenance import GitState, git_state
+from orchestrator.report.compare import Change, Compared, Side, compare, coordinates, word
+from orchestrator.run.plan import new_run_id
+from orchestrator.settings import PACKAGES, SOURCES, Settings
+from orchestrator.store import Store, importer
+from orchestrator.store.journal import NAME
+from orchestrator.terminal import say
+
+IN_UPLOAD = "at"
+"""The folder of an upload with the sources of commits, a folder each: a job on a cluster has no git."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a turn imports: of a commit, or today's."""
+
+    name: str
+    folder: Path
+    state: GitState
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often each commit measures which spec."""
+
+    settings: Settings
+    spec: Path
+    overrides: Sequence[str]
+    number: int
+
+    def measure(self, store: Store, sources: Sequence[Sources]) -> list[Side]:
+        """Take the turns, and store the runs. Raises UserError: a commit cannot measure the spec."""
+        run_ids: dict[str, list[str]] = {each.name: [] for each in sources}
+        folder = self.settings.artifacts_dir / new_run_id("interleaved")
+        with tempfile.TemporaryDirectory(prefix="nsa-turns-") as scratch:
+            for turn in range(1, self.number + 1):
+                for each in sources:
+                    say(f"turn {turn} of {self.number}: {each.name}")
+                    journals = folder / each.name / str(turn)
+                    _take(self, each, journals, f"sqlite:///{scratch}/{each.name}.db")
+                    for journal in journals.glob(f"*/{NAME}"):
+                        importer.import_file(store, journal)
+                        run_ids[each.name].append(journal.parent.name)
+        return [Side(name, tuple(found), pooled=True) for name, found in run_ids.items()]
+
+
+def _take(turns: Turns, sources: Sources, journals: Path, database: str) -> None:
+    stored = {"NSA_DATABASE_URL": database, "NSA_ARTIFACTS": str(journals)}
+    stored["NSA_ARTIFACT_STORE"] = turns.settings.artifact_store_url
+    path = {"PYTHONPATH": str(sources.folder), "PYTHONSAFEPATH": "1"}  # not those of the current folder
+    variables = {**os.environ, **stored, **path, **sources.state.variables}
+    variables.pop("RAY_JOB_CONFIG_JSON_ENV_VAR", None)  # a turn is no job of its own
+    options = [item for each in turns.overrides for item in ("--set", each)]
+    command = [sys.executable, "-m", "jobs", str(turns.spec), *options, "--local"]
+    code = subprocess.run(command, env=variables).returncode
+    if code not in (0, 1):  # 1: a point failed, which the comparison says
+        raise UserError(f"--at: {sources.name!r}: its sources cannot measure the spec (exit code {code}, see above)")
+
+
+def today() -> Sources:
+    return Sources("today", SOURCES, git_state())
+
+
+@contextmanager
+def sources_at(commits: Sequence[str]) -> Iterator[list[Sources]]:
+    """The sources of commits, in folders that are removed at the end. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="nsa-sources-") as scratch:
+        yield [_sources(commit, Path(scratch)) for commit in commits]
+
+
+def _sources(commit: str, scratch: Path) -> Sources:
+    if (sent := SOURCES / IN_UPLOAD / commit).is_dir():
+        return Sources(commit[:7], sent, GitState(commit, dirty=False))
+    full = commit_of(commit)
+    done = git(SOURCES, "archive", full, *PACKAGES)
+    if done.returncode:
+        raise UserError(f"--at: {commit!r}: has no sources to measure with ({_told(done)}); name another commit")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(scratch / full, filter="data")
+    return Sources(full[:7], scratch / full, GitState(full, dirty=False))
+
+
+def commit_of(text: str) -> str:
+    """The whole name of the checkout's commit that `text` names. Raises UserError."""
+    done = git(SOURCES, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
+    if done.returncode:
+        why = _told(done) or "no such commit"
+        raise UserError(
+            f"COMMIT: {shown(text)}: is none of the checkout {SOURCES} ({why}); run in one, and name its own"
+        )
+    return done.stdout.decode().strip()
+
+
+def _told(done: subprocess.CompletedProcess[bytes]) -> str:
+    return os.fsdecode(done.stderr).strip().partition("\n")[0]
+
+
+def bisect(
+    store: Store, turns: Turns, good: str, bad: str, metric: str, threshold: float
+) -> tuple[list[str], Compared | None]:
+    """The first commit after `good` at which a cell got worse, and how much at `bad`; several commits, if those between
+    could not be told; none, if no cell is worse at `bad`. The cell is the one that is worst at `bad`.
+
+    Each commit is measured in turns with `good`. Raises UserError: there are no commits between the two.
+    """
+    good, bad = commit_of(good), commit_of(bad)
+    listed = git(SOURCES, "rev-list", "--reverse", "--first-parent", "--ancestry-path", f"{good}..{bad}")
+    commits = [good, *listed.stdout.decode().split()]
+    if commits[-1] != bad:
+        raise UserError(f"GOOD: {good[:7]}: is no earlier commit than {bad[:7]}; name an ancestor of it")
+
+    def cells(commit: str, number: int = turns.number) -> Mapping[object, Compared]:
+        with sources_at([good, commit]) as sources:
+            more = Turns(turns.settings, turns.spec, turns.overrides, number)
+            sides = more.measure(store, sources)
+        [found] = compare(store, sides[0], sides[1:], metric, threshold)
+        if commit == bad:
+            first = found.cells[0]
+            where = " ".join(filter(None, coordinates(first.cell).values()))
+            say(f"{bad[:7]}: {word(first.change, found.quantity)}, {first.ratio:.3f}: {where}")
+        return {each.cell: each for each in found.cells}
+
+    worse = (Change.FAILED, Change.WORSE)
+    worst = next(iter(cells(bad).values()))
+    if worst.change not in worse:
+        return [], None
+    untold: set[str] = set()
+    low, high = 0, len(commits) - 1
+    while between := [place for place in range(low + 1, high) if commits[place] not in untold]:
+        middle = between[len(between) // 2]
+        found, problem = None, "lacks the cell"
+        for number in (turns.number, 2 * turns.number):
+            try:
+                found = cells(commits[middle], number).get(worst.cell)
+            except UserError as err:
+                problem = str(err)
+            if found is None or found.change is not Change.AMBIGUOUS:
+                break
+        say(f"{commits[middle][:7]}: {f'{found.change}, {found.ratio:.3f}' if found else problem}")
+        if found is None or found.change in (Change.AMBIGUOUS, Change.LACKING):
+            untold.add(commits[middle])
+        elif found.change in worse:
+            high = middle
+        else:
+            low = middle
+    return commits[low + 1 : high + 1], worst
