@@ -1,1 +1,1 @@
-"""Instruments that every kind of job uses: clock, memory, correctness, environment, machine, telemetry."""
+"""Instruments that every kind of job uses: clock, memory, checks against the oracle, calls and passes of a model."""
