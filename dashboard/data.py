@@ -20,6 +20,7 @@ from orchestrator.artifact_url import is_local
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
+from orchestrator.execute.ray_jobs import ray_jobs
 from orchestrator.judge import analysis
 from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.judge.crossover import Crossing, crossings
@@ -31,6 +32,7 @@ from orchestrator.judge.verdicts import judge
 from orchestrator.report import charts, history
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.report.history import History
+from orchestrator.report.now import Section, sections
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -57,6 +59,12 @@ quantities = _read(queries.quantities)
 own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
 cards = _read(judge_cards)
+
+
+@_read
+def now(store: Store) -> list[Section]:
+    """What goes on: the sections of the page Now."""
+    return sections(store, ray_jobs(load_settings()) or ())
 
 
 # A run that is measured adds samples all the time: its charts are drawn again when a point ends, and every 20 seconds.

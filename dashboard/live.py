@@ -15,6 +15,7 @@ from dashboard import data, grids, parts
 from jobs.schema.quantities import LIVE, Quantities, written_unit
 from jobs.schema.training_plan import TrainingPlan
 from orchestrator.report.charts import Chart, drawn
+from orchestrator.report.now import seconds_left
 from orchestrator.store import Store
 
 _SHOWN = 400  # samples drawn of a series; the first and the last are always among them
@@ -25,7 +26,6 @@ _FIRST = (
 )
 _UTILIZATION = ("gpu_utilization", "cpu_utilization")
 _BUSY = 80.0  # percent that a processor should be busy at least
-_TEN_YEARS = 3.2e8  # seconds
 _ESTIMATE = 1.1  # measured memory may be this much of the estimate
 
 
@@ -63,13 +63,9 @@ def live_series(store: Store, point_id: str) -> None:
 
 def remaining(point: Mapping[str, Any]) -> str:
     """The rate of a running attempt, and when its phase ends at this rate (Markdown); empty where it is unknown."""
-    told = [point[name] for name in ("done", "total", "rate")]
-    if not point["running"] or not all(value and not pd.isna(value) for value in told):
+    if (seconds := seconds_left(point)) is None:
         return ""
-    done, total, rate = told
-    seconds = max(0.0, total - done) / rate
-    if seconds > _TEN_YEARS:
-        return ""
+    done, total, rate = (point[name] for name in ("done", "total", "rate"))
     end = parts.moment(datetime.now(UTC) + timedelta(seconds=seconds))
     return (
         f"{parts.plain(point['phase'])}: {done:,.0f} of {total:,.0f} at {parts.number(rate)} a second, "

@@ -16,6 +16,7 @@ from orchestrator.judge.decisions import Decision
 from orchestrator.judge.growth import short
 from orchestrator.judge.steps import merged, total
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
+from orchestrator.report.now import failures
 from orchestrator.store import Store
 
 LATEST = 5
@@ -36,10 +37,21 @@ def page() -> None:
     live = bool(counts["runs_running"])
     if live:
         st.fragment(_going_on, run_every=data.LIVE_SECONDS)(store, seen=counts)
+    st.fragment(_failures, run_every=data.IDLE_SECONDS)(store)
     _decisions(store)
     st.header("Latest runs")
     st.fragment(_runs_table, run_every=data.LIVE_SECONDS if live else data.IDLE_SECONDS)(store, live)
     st.page_link("runs.py", label="All runs", icon=":material/list_alt:")
+
+
+@data.explained
+def _failures(store: Store) -> None:
+    """Show in a line how many runs failed within a day, if any did."""
+    if failed := failures(data.now(store)[-1].lines):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            text = f"**{parts.count(failed, 'run')}** of the last 24 hours failed, or had points that failed"
+            st.markdown(f":material/error: {text}", width="content")
+            st.page_link("now.py", label="Which, and why", icon=":material/arrow_forward:")
 
 
 @data.explained

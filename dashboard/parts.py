@@ -112,8 +112,10 @@ def tally(row: Mapping[str, Any]) -> str:
 
 
 def progress(row: Mapping[str, Any]) -> float:
-    """Share of a run's points that ended and are not measured again just now, 0 to 1."""
-    return 1 - (row["running"] + row["pending"] + row["again"]) / row["points"] if row["points"] else 0.0
+    """Share of a run's points that ended and are not measured again just now, and of the steps of trainings that are
+    under way, 0 to 1."""
+    left = row["running"] + row["pending"] + row["again"] - row["under_way"]
+    return 1 - left / row["points"] if row["points"] else 0.0
 
 
 def point_link(point_id: str, label: str | None = None, hover: str = "") -> str:

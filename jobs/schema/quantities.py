@@ -235,7 +235,10 @@ TELEMETRY = (*GPU_LEVELS, GPU_MEMORY_USED, GPU_PROCESSES, GPU_THROTTLED, GPU_ENE
 # Series of every point on a CPU.
 CPU_UTILIZATION = Quantity("cpu_utilization", "%", "CPU utilisation", role=Role.TELEMETRY)
 RESIDENT_MEMORY = Quantity("resident_memory", "MiB", "Resident memory", role=Role.TELEMETRY)
-LIVE = (GPU_UTILIZATION, GPU_MEMORY_USED, GPU_POWER, GPU_SM_CLOCK, CPU_UTILIZATION, RESIDENT_MEMORY)
+LIVE = (
+    *(GPU_UTILIZATION, GPU_MEMORY_USED, GPU_POWER, GPU_SM_CLOCK, GPU_TEMPERATURE),
+    *(CPU_UTILIZATION, RESIDENT_MEMORY),
+)
 
 # For runs stored without declarations: figures that others report, journals of earlier versions.
 SHARED = Quantities((TIME, THROUGHPUT, *MEMORY, ESTIMATE_ERROR, *AGREEMENT, STAGE, *TELEMETRY))

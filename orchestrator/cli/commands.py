@@ -35,6 +35,7 @@ _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
 _FEW_CELLS = 3  # of a history, whose readings are listed
 _DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
+_STATUS_LINES = 20  # of a section
 _TARGET = "TARGET, or TARGET/HARDWARE"
 _SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
 
@@ -191,9 +192,10 @@ def down() -> None:
 
 @app.command()
 def status() -> None:
-    """Services, and the runs that have not ended."""
+    """Services; nodes and GPUs, what is measured, what waits and why, and how the last day's runs ended."""
     from orchestrator.cli import console, lookup, services
-    from orchestrator.store import queries
+    from orchestrator.execute.ray_jobs import ray_jobs
+    from orchestrator.report import now
 
     settings = load_settings()
     console.services(services.local_services(settings))
@@ -201,9 +203,14 @@ def status() -> None:
         say(f"no results yet: {settings.database} does not exist")
         return
     with lookup.open_store(settings) as store:
-        console.runs(store, queries.runs(store, state="running"), title="Running")
-        if len(waiting := queries.runs(store, state="pending")):
-            console.runs(store, waiting, title="Waiting for room in the cluster")
+        found = now.sections(store, ray_jobs(settings) or ())
+    for section in found:
+        if not section.lines:
+            say(f"{section.title}: {section.none}")
+            continue
+        console.out.print(section._replace(lines=section.lines[:_STATUS_LINES]).table.rich(fold=True))
+        if (more := len(section.lines) - _STATUS_LINES) > 0:
+            say(f"and {more} more: nsa runs, or the page Now")
 
 
 @app.command()

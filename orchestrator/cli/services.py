@@ -30,10 +30,9 @@ from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
 from orchestrator.execute.ray_access import folder_of_a_new_cluster, local_address, remove_folder
-from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
+from orchestrator.settings import LOOPBACK, LOOPBACKS, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 
-LOOPBACKS = (LOOPBACK, "localhost", "::1")
 _READY_S = 90.0
 _STOP_S = 40.0
 

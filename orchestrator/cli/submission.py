@@ -24,7 +24,7 @@ from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError, card_of
 from orchestrator.cli import console
 from orchestrator.cli.interleave import IN_UPLOAD, sources_at
-from orchestrator.cli.services import LOOPBACKS, asks_for_token, local_services
+from orchestrator.cli.services import asks_for_token, local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
 from orchestrator.execute.ray_cluster import ACCELERATOR, card_types
@@ -34,10 +34,10 @@ from orchestrator.judge.steps import Step
 from orchestrator.provenance import git_state, user
 from orchestrator.run import driver
 from orchestrator.run.order import labels
-from orchestrator.settings import Settings
+from orchestrator.settings import LOOPBACKS, Settings
 from orchestrator.store import Store, queries
 from orchestrator.store.journal import NAME, Journal, JournalError, JournalHeld, read
-from orchestrator.store.records import OutcomeRecord, Record, RunEndRecord
+from orchestrator.store.records import EventRecord, OutcomeRecord, Record, RunEndRecord
 from orchestrator.store.store import LeaseHeld
 from orchestrator.terminal import say, warn
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 10_000  # Ray's own limit
 _REASON = 300  # characters
-_CANCELLED = "cancelled by nsa cancel"
 
 
 class SubmissionError(UserError):
@@ -143,13 +142,15 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     assert run is not None, "the caller looked the run up"
     if RunState(run["state"]).ended:
         return f"{run_id} has ended already: {run['state']}"
+    by = f"{queries.CANCELLED_BY}{settings.person or user() or 'an unknown user'} with nsa cancel"
     job = run["submission_id"]
     gone = "its job has ended" if job else "it was not run as a Ray job"
     try:
         if job:
             with _answering(f"job: {job!r}"):
                 stopping = _client(settings).stop_job(job)
-            if stopping:  # its driver cancels the remaining points
+            if stopping:  # its driver cancels the remaining points, and knows a signal only
+                store.apply_many([EventRecord(run_id=run_id, message=by)])
                 return f"stopping {run_id} (job {job}); its remaining points end as cancelled"
     except SubmissionError as err:
         gone = f"its job could not be asked to stop ({err})"
@@ -170,7 +171,7 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
             ) from None
         if journal:
             store.apply_many(read(path))  # the database may have missed some
-        records = _endings(store, run_id)
+        records = _endings(store, run_id, by)
         if journal:
             journal.append(records)
         store.apply_many(records)
@@ -205,13 +206,13 @@ def _is_journal_of(run_id: str, path: Path) -> bool:
     return first is not None and first.run_id == run_id
 
 
-def _endings(store: Store, run_id: str) -> list[Record]:
+def _endings(store: Store, run_id: str, reason: str) -> list[Record]:
     """Records that end the run's unfinished attempts, then the run; none if it has ended, as its journal may say."""
     run = queries.run(store, run_id)
     assert run is not None, "the caller looked the run up"
     if RunState(run["state"]).ended:
         return []
-    ending: dict[str, Any] = {"run_id": run_id, "reason": _CANCELLED}
+    ending: dict[str, Any] = {"run_id": run_id, "reason": reason}
     outcomes: list[Record] = [
         OutcomeRecord(**ending, point_id=row["point_id"], attempt=row["number"], state=PointState.CANCELLED)
         for row in queries.attempts(store, run_id).to_dict("records")

@@ -103,6 +103,14 @@ def token_file() -> Path | None:
         raise UserError(f"{_PATH}: is not set, and this user has no home; set it to a file of your own") from None
 
 
+def token() -> str | None:
+    """The token of this user's cluster; None if there is none. Raises UserError, OSError: it cannot be read."""
+    if not token_is_enabled():
+        return None
+    path = token_file()
+    return os.environ["RAY_AUTH_TOKEN"] if path is None else path.read_text().strip() if path.exists() else None
+
+
 def send_token() -> None:
     """Send the token from this process, if there is one and RAY_AUTH_MODE is not set; call it before Ray is imported.
 

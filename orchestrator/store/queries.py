@@ -14,12 +14,12 @@ from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import Select, Table, and_, case, func, or_, select
+from sqlalchemy import Double, Select, Table, and_, case, cast, func, or_, select
 from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity, Role
-from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.store import models
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
@@ -28,6 +28,7 @@ from orchestrator.store.views import AGAIN, OF_NEWEST, Newest, runs_of, v_metric
 _DECLARATION = TypeAdapter(Quantity)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
 
+CANCELLED_BY = "cancelled by "  # begin of the event that says who cancelled a run
 _PREFLIGHTS = 1000  # points by which cards are judged
 
 _NEWEST_FIRST = (Run.created_at.desc(), Run.id)
@@ -49,6 +50,13 @@ _POINTS = (
 _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
     Environment, Environment.id == Attempt.environment_id, isouter=True
 )
+_STEPS = (  # of the trainings that run, as shares of all their steps: a training is one point for hours
+    select(func.sum(cast(Newest.done, Double) / func.nullif(Newest.total, 0)))
+    .join(Point, OF_NEWEST)
+    .where(Point.run_id == Run.id, _RUNNING, Newest.phase.startswith("train"))
+    .scalar_subquery()
+)
+_UNDER_WAY = func.coalesce(_STEPS, 0.0).label("under_way")
 _SAMPLE = (Series.name, Series.unit, Series.rank, Series.attempt, Series.step, Series.at, Series.value)
 
 
@@ -66,17 +74,19 @@ def runs(
     card: str | None = None,
     since: datetime | None = None,
     until: datetime | None = None,
+    ended_since: datetime | None = None,
     limit: int | None = None,
 ) -> pd.DataFrame:
     """The runs, newest first, with point counts by state.
 
     `state` is what happened: failed where all that was measured failed. `text` searches id, name, source, host, person,
     tags and notes, `person` and `card` a part of their names, `commit` its beginning; `since` and `until` bound the
-    beginning. Points that are measured again are counted by their earlier outcomes, and in `again` until they have a
-    new one.
+    beginning, `ended_since` the end. Points that are measured again are counted by their earlier outcomes, and in
+    `again` until they have a new one. `under_way` are running trainings, as the sum of the shares of their steps.
     """
     within = [Run.created_at >= since] if since else []
     within += [Run.created_at < until] if until else []
+    within += [Run.ended_at >= ended_since] if ended_since else []
     within += [Run.kind == kind] if kind else []
     within += [Run.origin == Origin(origin)] if origin else []
     happened = RunState(state) if state else None
@@ -97,7 +107,7 @@ def runs(
         of_card = select(Point.run_id).join(Point.outcome).join(Environment)
         within.append(Run.id.in_(of_card.where(Environment.gpu.icontains(card, autoescape=True))))
     chosen = select(Run.id).where(*within).order_by(*_NEWEST_FIRST).limit(None if happened else limit)
-    return _frame(store, runs_of(chosen, happened).order_by(*_NEWEST_FIRST).limit(limit))
+    return _frame(store, runs_of(chosen, happened).add_columns(_UNDER_WAY).order_by(*_NEWEST_FIRST).limit(limit))
 
 
 def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
@@ -111,7 +121,7 @@ def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = N
 
 def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
-    more = (Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store, Run.labelled_at)
+    more = (_UNDER_WAY, Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store, Run.labelled_at)
     return next(iter(_mappings(store, runs_of(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 
@@ -218,6 +228,43 @@ def preflights(store: Store) -> list[dict[str, Any]]:
     for row in _mappings(store, values.where(v_metrics.c.kind == "preflight")):
         figures.get(row["point_id"], {})[row["metric"]] = row["value"]
     return [{**row, "environment": row["environment"] or {}, "figures": figures[row["point_id"]]} for row in rows]
+
+
+def running(store: Store) -> list[dict[str, Any]]:
+    """The points that are measured just now, of all runs, the oldest first: the columns of `points`, and the person."""
+    query = _POINTS.add_columns(Run.person).join(Run, Run.id == v_points.c.run_id)
+    order = (Run.created_at, Run.id, v_points.c.number)
+    return _mappings(store, query.where(_RUNNING, Run.state == RunState.RUNNING).order_by(*order))
+
+
+def latest(store: Store, point_ids: Sequence[str], names: Sequence[str]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The newest sample of each named series and rank, by point and attempt."""
+    one = (Series.point_id, Series.attempt, Series.name, Series.rank)
+    of_points = Series.point_id.in_(point_ids), Series.name.in_(names)
+    last = select(*one, func.max(Series.step).label("step")).where(*of_points).group_by(*one).subquery()
+    same = and_(*(last.c[column.key] == column for column in (*one, Series.step)))
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in _mappings(store, select(*one, Series.value).join(last, same)):
+        found.setdefault((row["point_id"], row["attempt"]), []).append(row)
+    return found
+
+
+def nodes(store: Store, since: datetime) -> dict[str, datetime]:
+    """The nodes that have measured since then, by name, with their last sign of life."""
+    sign = func.coalesce(Attempt.ended_at, Attempt.heartbeat_at, Attempt.started_at)
+    query = select(Attempt.node, func.max(sign).label("at")).where(Attempt.node.is_not(None), sign >= since)
+    return {row["node"]: row["at"] for row in _mappings(store, query.group_by(Attempt.node).order_by(Attempt.node))}
+
+
+def reasons(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
+    """Why runs did not end well, by id: who cancelled it, or the first point that failed."""
+    failed = select(*(v_points.c[name] for name in ("run_id", "label", "state", "reason")))
+    failed = failed.where(v_points.c.run_id.in_(run_ids), v_points.c.state.in_(FAILED)).order_by(v_points.c.number)
+    found: dict[str, str] = {}
+    for row in _mappings(store, failed):
+        found.setdefault(row["run_id"], f"{row['label']}: {row['state']}, {row['reason'] or 'without a reason'}")
+    said = select(Event.run_id, Event.message).where(Event.run_id.in_(run_ids), Event.message.startswith(CANCELLED_BY))
+    return found | {row["run_id"]: row["message"] for row in _mappings(store, said)}
 
 
 def artifacts(store: Store, point_id: str) -> pd.DataFrame:

@@ -25,7 +25,7 @@ from orchestrator.store.records import (
 )
 
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-PAGES = ("overview", "scaling", "history", "runs")
+PAGES = ("overview", "now", "scaling", "history", "runs")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -198,6 +198,7 @@ def test_a_file_is_chosen_shown_and_can_be_downloaded_whole(complete: str, tmp_p
     [
         ("overview", {"why-linear-scaling": "CPU"}),
         ("runs", {}),
+        ("now", {}),
         *(("runs", {"run": run}) for run in (ENDED, GOING)),
         *(("runs", {"point": point}) for point in (f"{ENDED}/0", f"{ENDED}/1", f"{GOING}/0")),
         ("scaling", {"run": ENDED}),

@@ -18,6 +18,7 @@ import pytest
 from processes import wait_for
 from ray_clusters import Cluster, point_processes, running_node
 
+from orchestrator.provenance import user
 from orchestrator.store import Store, StoreError, journal, queries
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Record
 
@@ -221,6 +222,8 @@ def test_a_job_that_waits_for_room_is_listed_and_can_be_cancelled_and_a_stopped_
         asked = subprocess.run(["nsa", "cancel", waiting], cwd=ROOT, env=env, capture_output=True, text=True)
         assert f"stopping {waiting} (job waits)" in asked.stdout, asked.stdout + asked.stderr
         wait_for(lambda: _states(url, "cancelled") == [waiting], 30, pause=0.5)
+        with Store.open(url) as store:
+            assert queries.reasons(store, [waiting]) == {waiting: f"cancelled by {user()} with nsa cancel"}
         measuring = point_processes(cluster)
         assert len(measuring) == 2
     finally:

@@ -12,6 +12,7 @@ import pytest
 from nsa_command import Nsa
 
 from jobs.schema.states import PointState
+from orchestrator.provenance import user
 from orchestrator.run import plan
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal
@@ -74,7 +75,7 @@ class TestWithResults:
         assert nsa("import", str(path)).code == 0
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
-        assert nsa("show", "r2").out.count("cancelled by nsa cancel") == 4
+        assert nsa("show", "r2").out.count(f"cancelled by {user()} with nsa cancel") == 4
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             begun = StartRecord(run_id="r2", point_id="r2/0", attempt=2)
             store.apply_many([begun])  # a resumed run's first attempt shows at once
