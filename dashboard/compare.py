@@ -32,13 +32,12 @@ def page() -> None:
         help_pages.nothing_yet()
         return
     ids = runs["run_id"].tolist()
-    newest = runs.iloc[0]
-    alike = [row["run_id"] for row in runs.to_dict("records")[1:] if row["name"] == newest["name"]]
+    usual_before, usual_after = _newest_pair(runs)
     known_values("before", ids)
     known_values("after", ids)
     left, middle, right = st.columns([3, 3, 2])
-    before = left.selectbox("Before", ids, index=ids.index(alike[0]) if alike else 1, key="before", bind="query-params")
-    after = middle.selectbox("After", ids, index=0, key="after", bind="query-params")
+    before = left.selectbox("Before", ids, index=usual_before, key="before", bind="query-params")
+    after = middle.selectbox("After", ids, index=usual_after, key="after", bind="query-params")
     metrics = data.quantities(store, [before]).names() if before else []
     known_values("metric", metrics)
     usual = metrics.index("time") if "time" in metrics else 0
@@ -47,6 +46,16 @@ def page() -> None:
         st.info("The run before has no results.", icon=":material/arrow_upward:")
         return
     _result(data.comparison(store, before, after, metric))
+
+
+def _newest_pair(runs: pd.DataFrame) -> tuple[int, int]:
+    """Places of two runs in a list, newest first, before and after: the newest of one spec, or else of one name."""
+    for alike in ("spec_hash", "name"):
+        for after, value in enumerate(runs[alike]):
+            older = runs[alike].iloc[after + 1 :].tolist()
+            if value in older:
+                return after + 1 + older.index(value), after
+    return 1, 0
 
 
 def _result(comparison: Comparison) -> None:
@@ -65,7 +74,7 @@ def _result(comparison: Comparison) -> None:
         title = f"{quantity.title}: after, divided by before"
         about = {"title": title, "lengths": lengths, "domain": [1 + worst, 1 - worst]}
         grids.chart(drawn("ratios", drawable.to_dict("records"), **about))
-    st.dataframe(rows, hide_index=True)
+    st.dataframe(grids.results_first(table), hide_index=True)
     if others.rows:
         st.subheader(others.title)
         st.dataframe(pd.DataFrame(others.rows, columns=["", "before", "after"]), hide_index=True)

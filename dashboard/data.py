@@ -33,6 +33,7 @@ from orchestrator.report import charts, history
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.report.history import History
 from orchestrator.report.now import Section, sections
+from orchestrator.report.runs import Note, notes
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -59,6 +60,12 @@ quantities = _read(queries.quantities)
 own_axes = _read(queries.own_axes)
 csv = _read(exporter.to_csv)
 cards = _read(judge_cards)
+
+
+@_read
+def run_notes(store: Store, frame: pd.DataFrame) -> dict[str, Note]:
+    """What lists of runs say of each: commit, headline figure, what differs from the run below."""
+    return notes(store, frame)
 
 
 @_read

@@ -15,10 +15,14 @@ from jobs.schema.quantities import Quantities, Role, in_words
 from jobs.schema.states import Origin, again_in_words, phase_in_words, run_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import Chart, length_label
+from orchestrator.report.runs import Note
+from orchestrator.report.table import Table
+
+_ROWS = 20  # of a grid that are seen at once
 
 
-def runs(frame: pd.DataFrame, key: str) -> str | None:
-    """Draw a grid of runs (`queries.runs`). Returns the clicked run's id, or None."""
+def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None:
+    """Draw a grid of runs (`queries.runs`) with the notes on them, by id. Returns the clicked run's id, or None."""
     rows = frame.to_dict("records")
     cells = [
         {
@@ -26,11 +30,15 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
             "State": parts.sign(row["state"], parts.RUN_STATES) + run_in_words(row).removeprefix(row["state"]),
             "Ended": 100 * parts.progress(row),
             "Points": parts.tally(row),
-            "Kind": row["kind"],
-            "Origin": parts.sign(row["origin"], parts.ORIGINS),
+            "Headline figure": (note := notes[row["run_id"]]).figure,
+            "Differs from the one below": note.differs,
             "Started": row["created_at"],
             "Took": took(row),
+            "Commit": note.commit,
             "Device": row["gpu"] or row["host"] or "–",
+            "Person": row["person"] or "",
+            "Kind": row["kind"],
+            "Origin": parts.sign(row["origin"], parts.ORIGINS),
             "ID": row["run_id"],
         }
         for row in rows
@@ -39,8 +47,16 @@ def runs(frame: pd.DataFrame, key: str) -> str | None:
         format="%.0f %%", min_value=0, max_value=100, width="small", help="share of the points that ended"
     )
     started = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone="UTC", help="UTC")
-    columns = {"Ended": ended, "Started": started, "Points": st.column_config.TextColumn(width="medium")}
+    columns: dict[str, Any] = {"Ended": ended, "Started": started}
+    columns |= dict.fromkeys(("Points", "Headline figure"), st.column_config.TextColumn(width="medium"))
     return _clicked(cells, [row["run_id"] for row in rows], columns, key)
+
+
+def results_first(table: Table) -> pd.DataFrame:
+    """Rows of a table of results with these first: long shapes would push them out of sight."""
+    frame = pd.DataFrame(table.rows, columns=list(table.columns))
+    first = [name for name in ("result", "ratio", "before", "after") if name in frame]
+    return frame.reindex(columns=[*first, *frame.columns.drop(first)])
 
 
 def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
@@ -170,8 +186,9 @@ def _clicked(
     first = table.columns[:1]
     styled = table.style.apply(lambda _: [f"color: {look.color}" for look in looks], subset=first) if looks else table
     event = st.dataframe(
-        styled, hide_index=True, on_select="rerun", selection_mode="single-cell", key=key, column_config=columns
-    )
+        styled, height=38 + 35 * min(len(table), _ROWS), hide_index=True, on_select="rerun",
+        selection_mode="single-cell", key=key, column_config=columns,
+    )  # fmt: skip
     clicked = event["selection"]["cells"]
     return ids[clicked[0][0]] if clicked and clicked[0][0] < len(ids) else None
 

@@ -50,7 +50,7 @@ def page() -> None:
     if table.rows:
         st.caption("Click a row for its cell; :material/compare_arrows: below compares the two runs of its change.")
         event = st.dataframe(
-            pd.DataFrame(table.rows, columns=list(table.columns)),
+            grids.results_first(table),
             hide_index=True, on_select="rerun", selection_mode="single-row", key=f"changes-{name}-{metric}",
         )  # fmt: skip
         clicked = next((changes[row] for row in event["selection"]["rows"] if row < len(changes)), None)

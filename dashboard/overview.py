@@ -103,7 +103,7 @@ def _runs_table(store: Store, live: bool) -> None:
         st.rerun()  # a run began or ended: redraw the whole page
     measured = data.runs(store, origin=Origin.MEASURED, limit=LATEST)
     frame = measured if len(measured) else data.runs(store, limit=LATEST)
-    chosen = grids.runs(frame, key="latest-runs")
+    chosen = grids.runs(frame, data.run_notes(store, frame), key="latest-runs")
     if chosen is not None:
         leave("runs", run=chosen)
 

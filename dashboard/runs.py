@@ -65,7 +65,7 @@ def _list(store: Store, filters: Mapping[str, Any]) -> None:
     if frame.empty:
         st.info("No run fits these filters.", icon=":material/filter_alt_off:")
         return
-    chosen = grids.runs(frame, key="runs")
+    chosen = grids.runs(frame, data.run_notes(store, frame), key="runs")
     if chosen is not None:
         st.switch_page("runs.py", query_params={"run": chosen})
 

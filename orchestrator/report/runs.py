@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -17,16 +18,34 @@ _MOST = 3  # differences that are shown
 _VALUE = 30  # characters of one
 
 
-def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
-    """Runs (`queries.runs`), newest first; a column that no run fills is left out."""
+@dataclass(frozen=True)
+class Note:
+    """What a list says of a run beside its row: commit ("+": with changes), headline figure, what differs below."""
+
+    commit: str
+    figure: str
+    differs: str
+
+
+def notes(store: Store, frame: pd.DataFrame) -> dict[str, Note]:
+    """The note on each run of a list (`queries.runs`), newest first, by id."""
     rows = frame.to_dict("records")
     ids = [row["run_id"] for row in rows]
     specs, figures = queries.specs(store, ids), queries.headlines(store, ids)
-    cells = []
+    found = {}
     for place, row in enumerate(rows):
         below = next((other["run_id"] for other in rows[place + 1 :] if other["kind"] == row["kind"]), "")
-        unlike = _differences(specs[row["run_id"]], specs.get(below, {}))
         commit = (row["git_commit"] or "")[:10] + ("+" if row["git_dirty"] is True else "")
+        unlike = _differences(specs[row["run_id"]], specs.get(below, {}))
+        found[row["run_id"]] = Note(commit, _figure(figures.get(row["run_id"])), unlike)
+    return found
+
+
+def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
+    """Runs (`queries.runs`), newest first; a column that no run fills is left out."""
+    beside, cells = notes(store, frame), []
+    for row in frame.to_dict("records"):
+        note = beside[row["run_id"]]
         cells.append(
             {
                 "run": row["run_id"],
@@ -35,11 +54,11 @@ def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
                 "state": run_in_words(row),
                 **{name: str(int(row[name])) for name in ("points", "ok", "failed")},
                 "created (UTC)": f"{row['created_at']:%Y-%m-%d %H:%M:%S}",
-                "commit": commit,
+                "commit": note.commit,
                 "person": row["person"] or "",
                 "tags": row["tags"],
-                "headline figure": _figure(figures.get(row["run_id"])),
-                "differs from the one below": unlike,
+                "headline figure": note.figure,
+                "differs from the one below": note.differs,
             }
         )
     filled = [name for name in cells[0] if any(row[name] for row in cells)]

@@ -88,6 +88,7 @@ def test_the_overview_shows_runs_and_counts_and_notices_that_its_database_goes_a
     latest = app.dataframe[0].value
     assert latest["ID"].tolist() == [RUN]
     assert latest["Points"].tolist() == ["24 ok · 3 failed · 1 skipped"]
+    assert latest["Headline figure"][0].startswith("time ")
     assert "11 failed" in text(app)
     assert "nsa.db" in "".join(caption.value for caption in app.sidebar.caption)
     for file in tmp_path.glob("nsa.db*"):
