@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import streamlit as st
 from dashboard_pages import check, markdown, show, text
-from made_up_runs import ENDED, GOING, LIVE, small_sweep, store_hostile_runs, sweep
+from made_up_runs import ENDED, GOING, LIVE, planned, small_sweep, store_hostile_runs, sweep
 from streamlit.testing.v1 import AppTest
 
 from dashboard import data
@@ -21,6 +21,7 @@ from orchestrator.store.records import (
     ArtifactRecord,
     OutcomeRecord,
     Progress,
+    RunEndRecord,
     StartRecord,
 )
 
@@ -211,6 +212,29 @@ def test_hostile_text_is_text(database: str, page: str, query: dict[str, str]):
     said = markdown(app)
     assert not [text for text in said if LIVE.search(text)]
     assert "evil.invalid" in "".join(said) + text(app)  # it is shown
+
+
+def test_failures_of_the_day_and_cards_have_their_pages(complete: str):
+    first, *_ = sweep()
+    assert "last 24 hours" not in text(show("overview")), "the sweep is older"
+    assert "No preflight has been stored yet" in text(show("fleet"))
+    now, run_id = datetime.now(UTC), "20261129-000000-preflight-1"
+    card = {"point_id": f"{run_id}/0", "attempt": 1, "state": "hang", "reason": "silent for 60 s", "started_at": now}
+    plan = planned(run_id, 0, "x", 1, now, {"device": "cuda"})
+    run = first.model_copy(update={"run_id": run_id, "kind": "preflight", "at": now})
+    outcome = OutcomeRecord.model_validate({"run_id": run_id, "environment": {"gpu": {"name": "H200"}}, **card})
+    with Store.open(complete) as store:
+        store.apply_many([run, plan, outcome, RunEndRecord(run_id=run_id, at=now, state="failed")])
+    for cached in (data.now, data.cards, data.counts):  # instead of waiting for the time to live
+        cached.clear()
+    assert "**1 run** of the last 24 hours failed" in text(show("overview"))
+    said = text(show("now"))
+    assert f"[{run_id}](runs?run={run_id})" in said
+    assert "silent for 60 s" in said
+    said = text(show("fleet"))
+    assert "✗ **BAD**" in said
+    assert f"[H200](runs?run={run_id}&point={run_id}%2F0)" in said
+    assert "drain the node if it ends so again" in said
 
 
 def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str):

@@ -165,6 +165,14 @@ def test_the_newest_preflight_of_a_card_counts_and_one_that_fails_is_bad(
     assert named(judge_cards(sqlite_store)) == set()
 
 
+def test_a_node_that_has_lost_a_card_says_so(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {}, monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 7)
+    monkeypatch.setitem(globals(), "T0", T0 + timedelta(days=1))
+    preflight(sqlite_store, {}, monkeypatch, run="later")
+    assert {found[1:] for found in named(judge_cards(sqlite_store))} == {("count", Level.BAD, "7")}
+
+
 def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store: Store, monkeypatch) -> None:
     preflight(sqlite_store, {index: {"state": PointState.CANCELLED} for index in range(1, 8)}, monkeypatch)
     [card] = judge_cards(sqlite_store)
