@@ -526,7 +526,7 @@ def compare(
     if interleave and at:
         if not local:
             job = submission.submit_turns(settings, interleave, at, overrides or (), turns, metric, threshold)
-            raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+            raise typer.Exit(submission.follow_turns(settings, job))
         with lookup.open_store(settings, create=True, readonly=False) as store, turning.sources_at([at]) as sources:
             order = turning.Turns(settings, interleave, overrides or (), turns)
             sides = order.measure(store, [*sources, turning.today()])

@@ -129,7 +129,7 @@ def bisect(
     good, bad = commit_of(good), commit_of(bad)
     listed = git(SOURCES, "rev-list", "--reverse", "--first-parent", "--ancestry-path", f"{good}..{bad}")
     commits = [good, *listed.stdout.decode().split()]
-    if commits[-1] != bad:
+    if len(commits) < 2 or commits[-1] != bad:
         raise UserError(f"GOOD: {good[:7]}: is no earlier commit than {bad[:7]}; name an ancestor of it")
 
     def cells(commit: str, number: int = turns.number) -> Mapping[object, Compared]:

@@ -133,6 +133,14 @@ def follow(settings: Settings, submission_id: str) -> JobStatus:
         return _client(settings).get_job_status(submission_id)
 
 
+def follow_turns(settings: Settings, submission_id: str) -> int:
+    """Print the log of a job of `submit_turns` until it ends. Returns its exit code, that of `nsa compare`."""
+    status = follow(settings, submission_id)
+    with _answering(f"job: {submission_id!r}"):
+        code = _client(settings).get_job_info(submission_id).driver_exit_code
+    return 0 if status == "SUCCEEDED" else code or 1
+
+
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
     """Stop the run's Ray job; if its driver is gone already, mark its unfinished points as cancelled.
 

@@ -117,11 +117,7 @@ def histories(
         threshold: the smallest change worth speaking of, as a share.
     """
     better = queries.quantities(store).of(metric).better or Better.LOWER
-    found = []
-    for history in _series(store, metric, name):
-        had = set(re.split("[ ,=]+", history.label)) | set(history.label.split())
-        if had.issuperset(words):
-            found.append(history)
+    found = [each for each in _series(store, metric, name) if _words(each.label).issuperset(words)]
     if not found:
         problem = f"no cell {f'with the words {words} ' if words else ''}was measured by two runs"
         raise UserError(f"--metric: {metric!r}: {problem}; `nsa history` without words lists those of its time")
@@ -129,17 +125,18 @@ def histories(
     doubtful = _doubtful(store, metric, found, sure, threshold, better)
     changed = []
     for place, each in enumerate(found):
-        settled = [
-            Changed(
-                each.readings[shift.last], each.readings[shift.first], math.exp(shift.size),
-                _direction(shift.size, better), shift.creeping,
+        changes = doubtful[place]
+        for shift in sure[place]:
+            sides = each.readings[shift.last], each.readings[shift.first]
+            changes[shift.last] = Changed(
+                *sides, math.exp(shift.size), _direction(shift.size, better), creeping=shift.creeping
             )
-            for shift in sure[place]
-        ]  # fmt: skip
-        order = {reading.point_id: number for number, reading in enumerate(each.readings)}
-        changes = sorted([*settled, *doubtful[place]], key=lambda change: order[change.after.point_id])
-        changed.append(replace(each, changes=tuple(changes)))
+        changed.append(replace(each, changes=tuple(changes[at] for at in sorted(changes))))
     return sorted(changed, key=lambda each: (not each.changes, all(change.doubt for change in each.changes)))
+
+
+def _words(label: str) -> set[str]:
+    return {*re.split("[ ,=]+", label), *label.split()}
 
 
 def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
@@ -204,9 +201,9 @@ def _doubtful(
     sure: Sequence[Sequence[Shift]],
     threshold: float,
     better: Better,
-) -> dict[int, list[Changed]]:
-    """Changes between two readings in a row that are no sure ones, by the place of their history."""
-    pairs: list[tuple[int, int, float]] = []  # places of the history and of the reading before, smallest difference
+) -> dict[int, dict[int, Changed]]:
+    """Changes between two readings in a row that are no sure ones, by the places of history and reading before."""
+    pairs: list[tuple[int, int, float]] = []  # these places, and the smallest difference
     for place, each in enumerate(found):
         values = np.log([reading.value for reading in each.readings])
         crossed = {at for shift in sure[place] for at in range(shift.last, shift.first)}
@@ -215,29 +212,28 @@ def _doubtful(
         pairs += [(place, at, least) for at in beyond if at not in crossed]
     ids = {found[place].readings[at + side].point_id for place, at, _ in pairs for side in (0, 1)}
     samples = queries.samples(store, metric, sorted(ids))
-    compared = {}
+    cells = []
     for place, at, least in pairs:
         before, after = (
             Measured(one.point_id, np.array(samples[one.point_id], float), found[place].gpu, one.route)
             for one in found[place].readings[at : at + 2]
         )
-        if (before.samples > 0).all() and (after.samples > 0).all():
-            compared[place, at] = paired((), before, after, math.expm1(least))
-    by_sides = {(cell.first.point_id, cell.other.point_id): cell for cell in judged([*compared.values()], better)}
-    changes: dict[int, list[Changed]] = defaultdict(list)
-    for (place, at), cell in compared.items():
-        history, sides = found[place], (cell.first, cell.other)
-        change = by_sides[sides[0].point_id, sides[1].point_id].change
-        few = max(side.samples.size for side in sides) == 1
-        if few or change in (Change.BETTER, Change.WORSE):
-            before, after = history.readings[at : at + 2]
-            bounds = [0, *(shift.first for shift in sure[place]), len(history.readings)]
+        if (before.samples > 0).all() and (after.samples > 0).all():  # a logarithm has no 0
+            cells.append(paired((("place", place), ("at", at)), before, after, math.expm1(least)))
+    changes: dict[int, dict[int, Changed]] = defaultdict(dict)
+    for cell in judged(cells, better):
+        (_, place), (_, at) = cell.cell
+        readings, sides = found[place].readings, [cell.first.samples, cell.other.samples]
+        single = max(side.size for side in sides) == 1  # such as of memory, which no test can tell apart
+        if single or cell.change in (Change.BETTER, Change.WORSE):
+            bounds = [0, *(shift.first for shift in sure[place]), len(readings)]
             low, high = next((low, high) for low, high in pairwise(bounds) if low <= at < high)
             doubts = [f"{at + 1 - low} run{'s' * (at > low)} before it and {high - at - 1} after"]
-            doubts += _signs_of_noise(history.readings, at, [side.samples for side in sides], threshold, better)
-            size = math.log(cell.ratio)
-            doubt = "may be noise: " + ", ".join(doubts)
-            changes[place].append(Changed(before, after, cell.ratio, _direction(size, better), doubt=doubt))
+            doubts += _signs_of_noise(readings, at, sides, threshold, better)
+            changes[place][at] = Changed(
+                readings[at], readings[at + 1], cell.ratio, _direction(math.log(cell.ratio), better),
+                doubt=f"may be noise: {', '.join(doubts)}",
+            )  # fmt: skip
     return changes
 
 
