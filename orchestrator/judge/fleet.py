@@ -20,6 +20,7 @@ from jobs.schema.states import PointState
 from orchestrator.store import Store, queries
 
 FEWEST = 4  # points or cards that make a fleet
+_RUNS = 4  # the newest of a node, which say how many cards it has
 _WARN, _BAD = 0.95, 0.90  # of the fleet's median
 _THROTTLED = 5.0  # percent of the time
 _NO_REPORT = "neither the driver nor the host reports it"
@@ -65,7 +66,12 @@ def judge_cards(store: Store) -> list[Card]:
     """All cards that a preflight was run on, the worst first. Raises StoreUnavailable."""
     looks = [_look(row) for row in queries.preflights(store)]
     newest: dict[str, _Look] = {}
+    known: set[str] = set()  # nodes that named a card
     for look in looks:
+        if look.gpu.get("uuid"):
+            known.add(look.node)
+        elif look.node in known:
+            continue
         newest.setdefault(look.uuid, look)
     fleet = _Fleet(looks, list(newest.values()))
     cards = [
@@ -106,12 +112,12 @@ class _Fleet:
 
     def __init__(self, looks: Sequence[_Look], newest: Sequence[_Look]) -> None:
         self._values: dict[Any, list[float]] = defaultdict(list)
-        self.most_cards: dict[str, list[float]] = defaultdict(list)  # that a node reported, by node
+        self.cards: dict[str, dict[str, float]] = defaultdict(dict)  # that a node reported, by node and run
         for look in looks:
             for name, value in look.row["figures"].items():
                 self._values[look.type, name].append(value)
             if (count := look.row["figures"].get(health.GPU_COUNT.name)) is not None:
-                self.most_cards[look.node].append(count)
+                self.cards[look.node].setdefault(look.row["run_id"], count)
         self.drivers = Counter(driver for look in newest if (driver := look.gpu.get("driver")))
 
     def usual(self, look: _Look, quantity: Quantity) -> tuple[float | None, int]:
@@ -128,8 +134,10 @@ def _findings(look: _Look, fleet: _Fleet) -> Iterator[Finding]:
         figures, missing = {}, "the point ran on the CPU: nothing of a card was measured"
     elif row["state"] != PointState.OK:
         figures, missing = {}, f"the preflight itself ended as {row['state']}"
+        blamed = look.gpu.get("uuid") and row["state"] != PointState.LOST  # whose worker or node went away
+        level = Level.BAD if blamed else Level.UNKNOWN
         yield Finding(
-            *("preflight", Level.BAD, row["state"], row["reason"] or ""),
+            *("preflight", level, row["state"], row["reason"] or ""),
             "read its log and stacks, and run it again; drain the node if it ends so again",
         )
     yield _driver(look.gpu.get("driver"), fleet, missing)
@@ -141,7 +149,7 @@ def _findings(look: _Look, fleet: _Fleet) -> Iterator[Finding]:
             yield Finding(check, *judge(*values, look.gpu.get("xids") or ()))
         else:
             yield Finding(check, *judge(*values))
-    counts = fleet.most_cards[look.node] if figures else []
+    counts = list(fleet.cards[look.node].values())[:_RUNS]
     yield _count(figures.get(health.GPU_COUNT.name), counts, missing)
     for check, (quantity, fix) in _BESIDE.items():
         value, (usual, points) = figures.get(quantity.name), fleet.usual(look, quantity)
@@ -174,10 +182,10 @@ def _count(count: float | None, counts: Sequence[float], missing: str) -> Findin
     if count is None or len(counts) < 2:
         why = missing if count is None else "the node's first preflight: nothing to hold it against"
         return Finding("count", Level.UNKNOWN, "–" if count is None else f"{count:.0f}", why)
-    if count == max(counts):
+    if count >= max(counts):
         return Finding("count", Level.OK, f"{count:.0f}")
     fix = "find the card that is gone (nvidia-smi, dmesg); restart the node"
-    return Finding("count", Level.BAD, f"{count:.0f}", f"this node has had {max(counts):.0f}", fix)
+    return Finding("count", Level.BAD, f"{count:.0f}", f"this node lately had {max(counts):.0f}", fix)
 
 
 def _power(limit: float, default: float) -> tuple[Any, ...]:

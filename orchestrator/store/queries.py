@@ -219,10 +219,12 @@ def series(
 
 
 def preflights(store: Store) -> list[dict[str, Any]]:
-    """The newest points of kind "preflight" that have ended, newest first: the columns of `point`, and `figures`, the
-    metrics' values by name."""
-    ended = v_points.c.kind == "preflight", v_points.c.ended_at.is_not(None), v_points.c.state != PointState.CANCELLED
-    rows = _mappings(store, _DETAILS.where(*ended).order_by(v_points.c.ended_at.desc()).limit(_PREFLIGHTS))
+    """The newest points of kind "preflight" that were measured to an end, newest first: the columns of `point`, and
+    `figures`, the metrics' values by name."""
+    ended = v_points.c.started_at.is_not(None), v_points.c.ended_at.is_not(None)
+    measured = v_points.c.origin == Origin.MEASURED.value, v_points.c.state != PointState.CANCELLED
+    of_kind = _DETAILS.where(v_points.c.kind == "preflight", *ended, *measured)
+    rows = _mappings(store, of_kind.order_by(v_points.c.ended_at.desc()).limit(_PREFLIGHTS))
     figures: dict[str, dict[str, float]] = {row["point_id"]: {} for row in rows}
     values = select(*(v_metrics.c[name] for name in ("point_id", "metric", "value")))
     for row in _mappings(store, values.where(v_metrics.c.kind == "preflight")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,10 @@ from jobs.schema.quantities import GPU_THROTTLED
 from jobs.schema.states import PointState
 from orchestrator.judge.fleet import Card, Level, judge_cards
 from orchestrator.report import fleet as tables
-from orchestrator.store import Store
+from orchestrator.store import Store, queries
 from orchestrator.store import records as rec
+from orchestrator.store.exporter import export
+from orchestrator.store.importer import import_file
 
 WELL: Mapping[str, Any] = {
     "limit": 700_000,
@@ -89,6 +92,14 @@ def preflight(
     store.apply_many(records)
 
 
+@pytest.fixture
+def history(driver: None, sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preflight of the day before, of eight cards that were well."""
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "T0", T0 - timedelta(days=1))
+        preflight(sqlite_store, {}, monkeypatch, run="before")
+
+
 def named(cards: list[Card]) -> set[tuple[int, str, str, str]]:
     """What is not OK: index of the card, check, level and value."""
     return {
@@ -96,7 +107,7 @@ def named(cards: list[Card]) -> set[tuple[int, str, str, str]]:
     }
 
 
-def test_in_a_fleet_that_is_well_nothing_is_named(driver: None, sqlite_store: Store, monkeypatch) -> None:
+def test_in_a_fleet_that_is_well_nothing_is_named(history: None, sqlite_store: Store, monkeypatch) -> None:
     preflight(sqlite_store, {}, monkeypatch)
     cards = judge_cards(sqlite_store)
     assert named(cards) == set()
@@ -120,7 +131,7 @@ ILL = {
 
 
 @pytest.mark.parametrize("check", ILL)
-def test_a_card_that_is_ill_is_named_and_nothing_else(driver: None, sqlite_store: Store, monkeypatch, check) -> None:
+def test_a_card_that_is_ill_is_named_and_nothing_else(history: None, sqlite_store: Store, monkeypatch, check) -> None:
     change, level, value = ILL[check]
     preflight(sqlite_store, {2: change}, monkeypatch)
     cards = judge_cards(sqlite_store)
@@ -132,17 +143,17 @@ def test_a_card_that_is_ill_is_named_and_nothing_else(driver: None, sqlite_store
 
 
 @pytest.mark.parametrize(("rows", "level"), [((0, 1, 1, 0), Level.BAD), ((0, 1, 0, 1), Level.BAD)])
-def test_a_row_that_waits_or_failed_is_bad(driver: None, sqlite_store: Store, monkeypatch, rows, level) -> None:
+def test_a_row_that_waits_or_failed_is_bad(history: None, sqlite_store: Store, monkeypatch, rows, level) -> None:
     preflight(sqlite_store, {5: {"rows": rows}}, monkeypatch)
     assert named(judge_cards(sqlite_store)) == {(5, "remapped rows", level, "1")}
 
 
-def test_faults_of_programs_and_of_other_cards_blame_no_card(driver: None, sqlite_store: Store, monkeypatch) -> None:
+def test_faults_of_programs_and_of_other_cards_blame_no_card(history: None, sqlite_store: Store, monkeypatch) -> None:
     preflight(sqlite_store, {2: {"log": XID.format(2, 31) + XID.format(3, 79)}}, monkeypatch)
     assert named(judge_cards(sqlite_store)) == set()
 
 
-def test_what_cannot_be_read_is_unknown_for_the_others_too(driver: None, sqlite_store: Store, monkeypatch) -> None:
+def test_what_cannot_be_read_is_unknown_for_the_others_too(history: None, sqlite_store: Store, monkeypatch) -> None:
     preflight(sqlite_store, {index: {"log": None} for index in range(8)}, monkeypatch)
     cards = judge_cards(sqlite_store)
     assert {card.level for card in cards} == {Level.UNKNOWN}
@@ -152,7 +163,7 @@ def test_what_cannot_be_read_is_unknown_for_the_others_too(driver: None, sqlite_
 
 
 def test_the_newest_preflight_of_a_card_counts_and_one_that_fails_is_bad(
-    driver: None, sqlite_store: Store, monkeypatch
+    history: None, sqlite_store: Store, monkeypatch
 ) -> None:
     preflight(sqlite_store, {2: {"limit": 500_000}, 3: {"state": PointState.HANG, "reason": "silent"}}, monkeypatch)
     cards = judge_cards(sqlite_store)
@@ -171,6 +182,43 @@ def test_a_node_that_has_lost_a_card_says_so(driver: None, sqlite_store: Store, 
     monkeypatch.setitem(globals(), "T0", T0 + timedelta(days=1))
     preflight(sqlite_store, {}, monkeypatch, run="later")
     assert {found[1:] for found in named(judge_cards(sqlite_store))} == {("count", Level.BAD, "7")}
+
+
+def test_the_newest_runs_say_how_many_cards_a_node_has(driver: None, sqlite_store: Store, monkeypatch) -> None:
+    """A smaller pod may have the name of one that had more."""
+    preflight(sqlite_store, {}, monkeypatch)
+    assert {found[1:] for found in named(judge_cards(sqlite_store))} == {("count", Level.UNKNOWN, "8")}, "one look"
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    begun = T0
+    for day in range(1, 5):
+        monkeypatch.setitem(globals(), "T0", begun + timedelta(days=day))
+        preflight(sqlite_store, {}, monkeypatch, run=f"later{day}")
+    assert named(judge_cards(sqlite_store)) == set()
+
+
+def test_a_preflight_that_named_no_card_is_unknown_until_one_does(
+    driver: None, sqlite_store: Store, monkeypatch
+) -> None:
+    records = [rec.RunRecord(run_id="r0", at=T0, name="p", kind="preflight", spec={}, spec_hash="0")]
+    at, state = T0 - timedelta(days=2), PointState.LOST
+    records += attempt(planned("r0", 0, "x", 1, at, {"device": "cuda"}), at, 20, state, reason="its node died")
+    sqlite_store.apply_many(records)
+    [card] = judge_cards(sqlite_store)
+    assert (card.label, card.level) == ("unknown card", Level.UNKNOWN)
+    assert card.findings[0][:4] == ("preflight", Level.UNKNOWN, "lost", "its node died")
+    preflight(sqlite_store, {}, monkeypatch)
+    assert {card.label[:-2] for card in judge_cards(sqlite_store)} == {"NVIDIA H200"}
+
+
+def test_a_preflight_of_an_imported_table_is_no_look_at_a_card(
+    driver: None, sqlite_store: Store, monkeypatch, tmp_path: Path
+) -> None:
+    preflight(sqlite_store, {}, monkeypatch)
+    export(sqlite_store, tmp_path / "preflight.csv", ["r"])
+    with Store.open(f"sqlite:///{tmp_path}/other.db") as other:
+        import_file(other, tmp_path / "preflight.csv")
+        assert len(queries.points(other, queries.runs(other).run_id[0])) == 8
+        assert judge_cards(other) == []
 
 
 def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store: Store, monkeypatch) -> None:
