@@ -25,7 +25,7 @@ def ray_jobs(settings: Settings) -> list[dict[str, Any]] | None:
     request = urllib.request.Request(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/")
     with suppress(UserError, OSError, ValueError, http.client.HTTPException):
         if token := ray_access.token():
-            request.add_header("Authorization", f"Bearer {token}")
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
         # A host with http_proxy and no no_proxy would ask the proxy for its own loopback.
         local = urlsplit(request.full_url).hostname in LOOPBACKS
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))

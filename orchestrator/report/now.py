@@ -25,6 +25,7 @@ _TEN_YEARS = 3.2e8  # seconds
 _REASON = 200  # characters
 _UNITS = {quantity.name: quantity.unit for quantity in LIVE}
 _BEFORE_IT_BEGAN = "failed before it began"
+_NO_RUN = "failed; no run of it is stored"  # a comparison with its verdict, or a job that is not ours
 
 
 class Line(NamedTuple):
@@ -77,14 +78,16 @@ def last_day(store: Store, jobs: Sequence[Mapping[str, Any]], now: datetime) -> 
     for job in _without_run(store, jobs):
         if job["status"] == "FAILED" and job["end_time"] > now - DAY:
             last = (job["message"] or "").strip().rpartition("\n")[2]  # of its log, which has the error
-            line = _ended(_BEFORE_IT_BEGAN, job["submission_id"], "Ray job", job["person"], job["end_time"], last)
-            found.append((True, job["end_time"], line._replace(run_id="")))
+            ours = " -m jobs " in (job["entrypoint"] or "")
+            state = _BEFORE_IT_BEGAN if ours else _NO_RUN
+            line = _ended(state, job["submission_id"], "Ray job", job["person"], job["end_time"], last)
+            found.append((ours, job["end_time"], line._replace(run_id="")))
     return [line for *_, line in sorted(found, key=lambda each: (not each[0], -each[1].timestamp()))]
 
 
 def failures(lines: Sequence[Line]) -> int:
-    """The number of failures among the lines of the last day."""
-    return sum("failed" in line.cells["State"] for line in lines)
+    """The number of failures among the lines of the last day, without Ray's jobs that may be no run's."""
+    return sum("failed" in line.cells["State"] and line.cells["State"] != _NO_RUN for line in lines)
 
 
 def seconds_left(point: Mapping[str, Any]) -> float | None:
@@ -186,7 +189,7 @@ def _without_run(store: Store, jobs: Sequence[Mapping[str, Any]]) -> list[Mappin
             milliseconds = {name: job.get(name) or 0 for name in ("start_time", "end_time")}
             times = {name: datetime.fromtimestamp(value / 1000, UTC) for name, value in milliseconds.items()}
             variables = (job.get("runtime_env") or {}).get("env_vars") or {}
-            defaults = {"status": None, "message": None, "person": variables.get("NSA_PERSON")}
+            defaults = {"status": None, "message": None, "entrypoint": None, "person": variables.get("NSA_PERSON")}
             found.append(defaults | dict(job) | times)
     return found
 

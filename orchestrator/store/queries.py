@@ -19,11 +19,11 @@ from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity, Role
-from jobs.schema.states import FAILED, Origin, PointState, RunState
+from jobs.schema.states import Origin, PointState, RunState
 from orchestrator.store import models
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
-from orchestrator.store.views import AGAIN, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
+from orchestrator.store.views import AGAIN, FAILS, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
 
 _DECLARATION = TypeAdapter(Quantity)
 _PROGRESS = ("phase", "done", "total", "rate", "heartbeat_at")
@@ -260,12 +260,13 @@ def nodes(store: Store, since: datetime) -> dict[str, datetime]:
 
 def reasons(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
     """Why runs did not end well, by id: who cancelled it, or the first point that failed."""
-    failed = select(*(v_points.c[name] for name in ("run_id", "label", "state", "reason")))
-    failed = failed.where(v_points.c.run_id.in_(run_ids), v_points.c.state.in_(FAILED)).order_by(v_points.c.number)
+    failed = select(Point.run_id, Point.label, Attempt.state, Attempt.reason).join(Point.outcome)
+    failed = failed.where(Point.run_id.in_(run_ids), FAILS).order_by(Point.number)
     found: dict[str, str] = {}
     for row in _mappings(store, failed):
         found.setdefault(row["run_id"], f"{row['label']}: {row['state']}, {row['reason'] or 'without a reason'}")
-    said = select(Event.run_id, Event.message).where(Event.run_id.in_(run_ids), Event.message.startswith(CANCELLED_BY))
+    said = select(Event.run_id, Event.message).join(Run).where(Run.id.in_(run_ids), Run.state == RunState.CANCELLED)
+    said = said.where(Event.message.startswith(CANCELLED_BY))
     return found | {row["run_id"]: row["message"] for row in _mappings(store, said)}
 
 

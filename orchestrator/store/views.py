@@ -76,7 +76,7 @@ OF_NEWEST = and_(
 """Joins the newest attempt at a point, which may be later than the one that counts."""
 AGAIN = Newest.number > Point.attempt
 _ANSWERS = and_(Attempt.state.in_(FAILED), Point.answers.contains(Attempt.state))  # no failure, but what was asked
-_FAILS = and_(Attempt.state.in_(FAILED), or_(Point.answers.is_(None), ~Point.answers.contains(Attempt.state)))
+FAILS = and_(Attempt.state.in_(FAILED), or_(Point.answers.is_(None), ~Point.answers.contains(Attempt.state)))
 
 
 def runs_of(chosen: Select | None = None, state: RunState | None = None) -> Select:
@@ -85,7 +85,7 @@ def runs_of(chosen: Select | None = None, state: RunState | None = None) -> Sele
     `state` is what happened: failed where all that was measured failed, though the run went on to its end.
     """
     ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
-    counted = {"failed": _FAILS, "answered": _ANSWERS, **{each.value: Attempt.state == each for each in ends}}
+    counted = {"failed": FAILS, "answered": _ANSWERS, **{each.value: Attempt.state == each for each in ends}}
     measured_again = and_(AGAIN, Newest.state.in_((PointState.PENDING, PointState.RUNNING)))
     points = (
         select(

@@ -117,7 +117,13 @@ def test_the_last_day_begins_with_failures(store: Store) -> None:
     store.apply_many([rec.EventRecord(run_id="stopped", message="cancelled by eve with nsa cancel")])
     ended = {"end_time": 1000 * ago(2).timestamp(), "status": "FAILED"}
     jobs = [
-        {"submission_id": "raysubmit_1", "message": "log\nImportError: x\n", **ended},
+        {
+            "submission_id": "raysubmit_1",
+            "entrypoint": "python -m jobs a.yaml",
+            "message": "log\nImportError: x\n",
+            **ended,
+        },
+        {"submission_id": "compare", "entrypoint": "python -c x compare", "message": "slower\n", **ended},
         {"submission_id": "job-bad", **ended},
         {"submission_id": "raysubmit_0", **ended, "end_time": 1000 * ago(60 * 30).timestamp()},
     ]
@@ -126,10 +132,27 @@ def test_the_last_day_begins_with_failures(store: Store) -> None:
         ("failed before it began", "raysubmit_1", "ImportError: x"),
         ("done, 1 of 2 failed", "bad", "point 1: hang, silent"),
         ("failed before it began", "refused", "lenghts: unknown key"),
+        ("failed; no run of it is stored", "compare", "slower"),
         ("done", "well", "lenghts: unknown key"),
         ("cancelled", "stopped", "cancelled by eve with nsa cancel"),
     ]
     assert failures(sections(store, jobs, NOW)[-1].lines) == 3
+
+
+def test_what_was_resumed_or_asked_for_is_no_reason(store: Store) -> None:
+    of_point = {"run_id": "search", "point_id": "search/0", "attempt": 1}
+    run, point = begin("search", 30, points=1)
+    store.apply_many(
+        [
+            *(run, point.model_copy(update={"answers": ("hang", "oom")})),
+            rec.OutcomeRecord(**of_point, at=ago(9), state=PointState.HANG, reason="silent"),
+            rec.RunEndRecord(run_id="search", at=ago(9), state=RunState.CANCELLED),
+            rec.EventRecord(run_id="search", message="cancelled by eve with nsa cancel"),
+        ]
+    )
+    assert queries.reasons(store, ["search"]) == {"search": "cancelled by eve with nsa cancel"}
+    store.apply_many([rec.RunEndRecord(run_id="search", at=ago(8), state=RunState.DONE)])
+    assert queries.reasons(store, ["search"]) == {}
 
 
 def test_where_nothing_goes_on_each_section_says_so(sqlite_store: Store) -> None:
@@ -141,12 +164,13 @@ def test_where_nothing_goes_on_each_section_says_so(sqlite_store: Store) -> None
 @pytest.fixture
 def cluster() -> Iterator[SimpleNamespace]:
     """An HTTP server in the place of Ray's dashboard, that notes what it was asked with."""
-    seen = SimpleNamespace(answer=b"[]", tokens=[], url="")
+    seen = SimpleNamespace(answer=b"[]", tokens=[], url="", status=200)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.tokens.append(self.headers.get("Authorization"))
-            self.send_response(200 if self.path == "/api/jobs/" else 404)
+            self.send_response(seen.status if self.path == "/api/jobs/" else 404)
+            self.send_header("Location", "/elsewhere")
             self.end_headers()
             self.wfile.write(seen.answer)
 
@@ -168,5 +192,8 @@ def test_rays_jobs_are_asked_for_with_the_token(cluster: SimpleNamespace, monkey
     assert cluster.tokens == ["Bearer secret"]
     cluster.answer = b"not JSON"
     assert ray_jobs(load_settings()) is None
+    cluster.status = 302
+    assert ray_jobs(load_settings()) is None
+    assert cluster.tokens[2:] == ["Bearer secret", None], "another host may be meant"
     monkeypatch.setenv("NSA_RAY_DASHBOARD", "http://127.0.0.1:1")
     assert ray_jobs(load_settings()) is None
