@@ -27,8 +27,10 @@ SOURCES = Path(__file__).resolve().parents[1]
 """The folder that the packages are imported from."""
 
 LOOPBACK = "127.0.0.1"
-LOOPBACKS = (LOOPBACK, "localhost", "::1")
 """The address that no other host reaches."""
+
+LOOPBACKS = (LOOPBACK, "localhost", "::1")
+"""Its names in a URL."""
 
 PACKAGES = ("nsa_core", "jobs", "orchestrator")
 """The packages that a job imports."""
