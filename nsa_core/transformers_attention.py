@@ -42,8 +42,12 @@ def register(config: NSAConfig | None = None, *, name: str = "nsa", backend: str
         if attention_mask is not None:
             fix = "pad nothing: give sequences of one length, or pack them"
             raise InputError("attention_mask", list(attention_mask.shape), fix)
-        if not getattr(module, "is_causal", True):
+        if not (getattr(module, "is_causal", True) and more.get("is_causal", True) is not False):
             raise InputError("is_causal", False, "use another attention: nsa sees only positions up to the query's")
+        if kinds := getattr(getattr(module, "config", None), "layer_types", None):
+            kind = kinds[cast(int, module.layer_idx)]
+            if kind != "full_attention":  # their masks, of windows and chunks, are not handed on
+                raise InputError("layer_types", kind, "use another attention: nsa sees all earlier positions")
         for field, given in {"attention_dropout": dropout or None, **more}.items():
             if field in _UNKNOWN and given is not None:
                 raise InputError(field, given, "leave it out of the model's config: nsa has none")

@@ -707,9 +707,15 @@ def import_(
     paths = [*(files or ()), *(reference_data() if reference else ())]
     if not paths:
         raise UserError("FILE: is missing; name a journal or a CSV, or give --reference")
+    bad = 0
     with lookup.open_store(create=True, readonly=False) as store:
         for path in paths:
-            say(importer.import_file(store, path))
+            try:
+                say(importer.import_file(store, path))
+            except UserError as err:
+                bad += 1
+                terminal.complain(err)
+    raise typer.Exit(2 if bad else 0)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import shortened
-from jobs.schema.quantities import Better, Quantity, readable
+from jobs.schema.quantities import PEAK_EXTRA_MEMORY, PEAK_MEMORY, Better, Quantity, readable
 from jobs.schema.states import FAILED, Origin, PointState
 from orchestrator.errors import UserError
 from orchestrator.report.series import full_shape, text
@@ -30,6 +30,7 @@ from orchestrator.store import Store, queries
 
 FALSE_DISCOVERIES = 0.01
 _FEWEST = 6  # samples of a side: fewer prove no difference over several cells
+_REPEATED = {PEAK_MEMORY.name, PEAK_EXTRA_MEMORY.name}  # equal calls allocate alike: one value a side proves
 _MOST = 200  # samples of a side whose quotients are all taken; of more, as many quantiles
 _VALUE = 60  # characters of a value that differs
 _NO_VALUE = "--metric: {!r}: {} has no positive value of it; `nsa show RUN --point N` lists them"
@@ -135,7 +136,8 @@ def compare(
         for cell, one in base.items():
             if cell in beside:
                 floor = max(floors.get(cell, 0.0), one.apart, beside[cell].apart)
-                pairs.append(paired(cell, one, beside[cell], max(threshold, floor)))
+                pair = paired(cell, one, beside[cell], max(threshold, floor))
+                pairs.append(replace(pair, p=0.0) if metric in _REPEATED and pair.ratio == pair.ratio else pair)
                 continue
             # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
             why = after.get(cell, "not planned")

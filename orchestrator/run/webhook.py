@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from jobs.schema.states import Origin, Result, RunState
 from orchestrator.errors import UserError
@@ -19,6 +19,13 @@ from orchestrator.store.records import RunRecord
 
 _TIMEOUT_S = 2.0  # Ray kills a stopped job after three seconds
 _MOST = 1_900  # characters of a text: Discord takes 2,000
+
+
+class _Stay(HTTPRedirectHandler):
+    """Follows no redirect: one to https would become a GET without the message, answered as if all were well."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,9 @@ class Ended:
         lines += [f"NO-GO {each}" for each in self.no_go] + [f"slower {each}" for each in self.slower]
         text = "\n".join(lines)[:_MOST]
         if "/api/webhooks/" in path and not path.endswith("/slack"):
-            return {"content": text}
+            return {"content": text, "allowed_mentions": {"parse": []}}
         if path.startswith("/services/"):
-            return {"text": text}
+            return {"text": text.replace("&", "&amp;").replace("<", "&lt;")}  # <!channel> would call everyone
         about = {name: getattr(run, name) for name in ("run_id", "name", "kind", "person", "git_commit")}
         return {"text": text, **about, **{name: value for name, value in asdict(self).items() if name != "run"}}
 
@@ -82,7 +89,7 @@ def tell(settings: Settings, ended: Ended) -> str | None:
         content = json.dumps(ended.message(url)).encode()
         request = Request(url, content, {"Content-Type": "application/json", "User-Agent": "nsa-bench"})
         local = urlsplit(url).hostname in (LOOPBACK, "localhost")  # which a proxy does not reach
-        with build_opener(ProxyHandler({} if local else None)).open(request, timeout=_TIMEOUT_S):
+        with build_opener(_Stay, ProxyHandler({} if local else None)).open(request, timeout=_TIMEOUT_S):
             return None
     except Exception as err:  # whatever it is; only errors of the network say nothing of the URL, which is a secret
         why = str(err) if isinstance(err, OSError) else type(err).__name__

@@ -126,6 +126,8 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
             address, uri=True, timeout=TIMEOUT_S, check_same_thread=False, isolation_level=None
         )
         connection.execute("PRAGMA foreign_keys = ON")
+        # SQLite's own knows ASCII alone: a search would find other rows than Postgres does.
+        connection.create_function("lower", 1, lambda x: x.lower() if isinstance(x, str) else x, deterministic=True)
         if not readonly:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose commits; the journal keeps them

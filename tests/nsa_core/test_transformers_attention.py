@@ -62,6 +62,13 @@ def test_packed_sequences_are_as_each_alone_and_padding_is_refused(llama) -> Non
     padded[0, 0] = 0
     with pytest.raises(InputError, match=r"^attention_mask: \[1, 20\]: pad nothing"):
         llama(rows[1][None], attention_mask=padded)
+    with pytest.raises(InputError, match=r"^is_causal: False: use another attention"):
+        llama(rows[1][None], is_causal=False)
+    llama.config.attention_chunk_size = 8
+    llama.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(InputError, match=r"^layer_types: .*chunked_attention.*: use another attention"):
+        llama(rows[1][None])
+    llama.config.layer_types = None
     llama.model.layers[0].self_attn.is_causal = False
     with pytest.raises(InputError, match=r"^is_causal: False: use another attention"):
         llama(rows[1][None])

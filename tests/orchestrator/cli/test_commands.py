@@ -72,7 +72,10 @@ class TestWithResults:
         assert found is not None
         ended = {(point.attempt, point.attempts[1].state) for point in found.points.values()}
         assert ended == {(1, PointState.CANCELLED)}
-        assert nsa("import", str(path)).code == 0
+        unreadable = home / "bad.jsonl"
+        unreadable.write_text("{}")
+        told = nsa("import", str(unreadable), str(path))
+        assert (told.code, told.err.count("error: ")) == (2, 1), "a bad file costs no other"
         with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
             assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
         assert nsa("show", "r2").out.count(f"cancelled by {user()} with nsa cancel") == 4

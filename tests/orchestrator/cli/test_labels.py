@@ -19,14 +19,14 @@ SPEC = "kind: snippet\nname: test\ndevice: cpu\ncodes: [value = 1.5, raise Value
 @pytest.mark.usefixtures("snippet_kind")
 def test_a_run_is_labelled_and_found_and_a_point_of_it_measured_again(nsa: Nsa, home, monkeypatch) -> None:
     (home / "spec.yaml").write_text(SPEC)
-    monkeypatch.setenv("NSA_PERSON", "ada")
+    monkeypatch.setenv("NSA_PERSON", "Zoë")
     assert driver.main([str(home / "spec.yaml"), "--local", "--tag", "first", "--note", "by hand"]) == 1
     [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
     run_id = path.parent.name
     *_, labelled = nsa("label", "last", "--tag", "best", "--remove", "first").out.splitlines()
     assert labelled == f"{run_id}: tags best; note: by hand"
     assert [record.type for record in journal.read(path)].count("label") == 2
-    for given in ("--tag best", "--person ADA", "--search hand", "--since 2026-01-01"):
+    for given in ("--tag best", "--person ZOË", "--search hand", "--since 2026-01-01"):
         listed = nsa("runs", *given.split()).out
         assert run_id in listed, given
         assert "done, 1 of 3 failed" in listed

@@ -102,6 +102,16 @@ def test_runs_of_one_commit_set_the_noise_floor_of_a_cell(sqlite_store: Store) -
     assert found.differences == {"commit": ("c" * 40, "d" * 40), "gpu.driver": ("580", "590")}
 
 
+def test_memory_is_judged_by_one_value_as_equal_calls_repeat_it(sqlite_store: Store) -> None:
+    for run_id, level in (("a", 1000.0), ("new", 2000.0)):
+        metric = MetricData(name="peak_memory", unit="MiB", value=level)
+        made = records(run_id, run_id * 3, len(run_id), {2048: 1.0})
+        made[2] = made[2].model_copy(update={"metrics": (metric,)})
+        sqlite_store.apply_many(made)
+    [found] = compare(sqlite_store, Side("a", ("a",)), [Side("new", ("new",))], "peak_memory")
+    assert [cell.change for cell in found.cells] == [Change.WORSE]
+
+
 def test_turns_are_pooled_and_no_closer_than_they_are_to_one_another(sqlite_store: Store) -> None:
     for day, (run_id, level) in enumerate((("a1", 1.0), ("b1", 1.05), ("a2", 1.06), ("b2", 1.11))):
         commit = run_id[0] * 40

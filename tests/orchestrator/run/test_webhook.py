@@ -26,7 +26,12 @@ def told() -> Iterator[tuple[str, list[dict]]]:
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if self.path == "/broken" else 204)
+            self.send_response({"/broken": 500, "/moved": 301}.get(self.path, 204))
+            self.send_header("Location", "/hook")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
     with HTTPServer(("127.0.0.1", 0), Hook) as server:
@@ -40,7 +45,8 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
 ) -> None:
     url, received = told
     monkeypatch.setenv("NSA_PERSON", "ada")
-    for path, problem in (("/hook", ""), ("/broken", "NSA_WEBHOOK: was not told of the run's end (HTTP Error 500")):
+    failed = "NSA_WEBHOOK: was not told of the run's end (HTTP Error {}"
+    for path, problem in (("/hook", ""), ("/broken", failed.format(500)), ("/moved", failed.format(301))):
         monkeypatch.setenv("NSA_WEBHOOK", url + path)
         assert driver.main([str(spec("value = 1.0", "raise ValueError", isolation="warm")), "--local"]) == 1
         lines = capsys.readouterr().out.splitlines()
@@ -53,7 +59,7 @@ def test_a_run_that_ended_is_told_and_a_failure_costs_it_nothing(
     assert driver.main([str(spec("value = 1.0", "raise ValueError", isolation="warm")), "--local"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("NSA_WEBHOOK: was told no verdict (ZeroDivisionError: ") for line in lines)
-    assert len(received) == 3
+    assert len(received) == 4
 
 
 def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
@@ -86,7 +92,7 @@ def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
     [slower] = ended.slower
     assert slower.startswith("than 20261120-120000-demo-abcd: time of chunked forward+backward 512: 1.5")
     text = f"{RUN}: done\nslower {slower}"
-    assert ended.message("https://discord.com/api/webhooks/1/a") == {"content": text}
+    assert ended.message("https://discord.com/api/webhooks/1/a") == {"content": text, "allowed_mentions": {"parse": []}}
     assert ended.message("https://hooks.slack.com/services/T/B/x") == {"text": text}
     plain = ended.message("https://mattermost.example.org/hooks/x")
     assert (plain["text"], plain["run_id"], plain["slower"]) == (text, RUN, (slower,))
