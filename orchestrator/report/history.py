@@ -147,11 +147,13 @@ def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
     tools = {each: _tools(content) for each, content in contents.items()}
     dates = _commit_dates(frame["git_commit"].dropna().unique().tolist())
     axes = ["kind", *(axis.name for axis in AXES), *more_columns(frame.columns), "gpu"]
-    for _, rows in frame.groupby(axes, dropna=False, sort=False):
-        if len(rows) < 2:
-            continue
+    cells: dict[int, list[Mapping[Any, Any]]] = defaultdict(list)
+    numbers = frame.groupby(axes, dropna=False, sort=False).ngroup().tolist()
+    for number, row in zip(numbers, frame.to_dict("records"), strict=True):
+        cells[number].append(row)
+    for rows in cells.values():
         alike: list[tuple[dict[str, Any], list[Mapping[Any, Any]]]] = []
-        for row in rows.iloc[::-1].to_dict("records"):  # older runs lack the settings that came later
+        for row in rows[::-1]:  # older runs lack the settings that came later
             found = {_SETTING.sub("", key): value for key, value in flat(row["config"]).items() if _SETTING.match(key)}
             for known, group in alike:
                 if all(known.get(key, value) == value for key, value in found.items()):
