@@ -117,10 +117,12 @@ def histories(
         threshold: the smallest change worth speaking of, as a share.
     """
     better = queries.quantities(store).of(metric).better or Better.LOWER
-    found = [each for each in _series(store, metric, name) if _words(each.label).issuperset(words)]
+    every = list(_series(store, metric, name))
+    found = [each for each in every if _words(each.label).issuperset(words)]
     if not found:
-        problem = f"no cell {f'with the words {words} ' if words else ''}was measured by two runs"
-        raise UserError(f"--metric: {metric!r}: {problem}; `nsa history` without words lists those of its time")
+        field, value = ("WORDS", " ".join(words)) if every else ("--metric", metric)
+        problem = "no cell that two runs measured has these words" if every else "no cell was measured by two runs"
+        raise UserError(f"{field}: {value!r}: {problem}; `nsa history` without words lists those of its time")
     sure = [shifts(np.log([reading.value for reading in each.readings]), math.log1p(threshold)) for each in found]
     doubtful = _doubtful(store, metric, found, sure, threshold, better)
     changed = []

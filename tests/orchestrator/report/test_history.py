@@ -52,7 +52,8 @@ def test_a_command_lists_the_changes_and_the_readings_of_few_cells(reference: St
     assert "| 2026-11-25 13:54 | 45fd17d | 20261125-135408-bench-9edf | 0.9301 ms |" in done.out
     compare = "nsa compare 20261125-135408-bench-9edf 20261128-134541-bench-cf10 --metric time"
     assert compare in done.out, "its newest change"
-    assert nsa("history", "nonsense").err.startswith("error: --metric: 'time': no cell with the words ['nonsense']")
+    assert nsa("history", "triton", "nonsense").err.startswith("error: WORDS: 'triton nonsense': no cell ")
+    assert nsa("history", "triton", "--metric", "nonsense").err.startswith("error: --metric: 'nonsense': no cell ")
 
 
 def planted(path: Path, run: int, random: np.random.Generator) -> Iterator[Record]:
