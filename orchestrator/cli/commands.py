@@ -33,6 +33,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 _SPECS = SOURCES / "jobs" / "configs"
 _REFERENCE = SOURCES / "orchestrator" / "reference_data"
+_TURNS = 3
 _FEW_CELLS = 3  # of a history, whose readings are listed
 _DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
 _STATUS_LINES = 20  # of a section
@@ -46,7 +47,9 @@ Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
 Metric = Annotated[str, typer.Option(help="the quantity")]
 Threshold = Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")]
-OfTurns = Annotated[int, typer.Option(min=1, max=100, help="how often each side is measured")]
+OfTurns = Annotated[
+    int | None, typer.Option(min=1, max=100, show_default=str(_TURNS), help="how often each side is measured")
+]
 Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="a word by which runs are found")]
 Wait = Annotated[bool, typer.Option(help="follow the job's log until it ends")]
 NamedPoint = Annotated[str, typer.Argument(metavar="POINT", help="RUN/NUMBER, e.g. last/0; `nsa show RUN` lists them")]
@@ -507,7 +510,7 @@ def compare(
         Path | None, typer.Option(metavar="SPEC", help="measure this spec now, with --at COMMIT's sources and today's")
     ] = None,
     at: Annotated[str | None, typer.Option(metavar="COMMIT", help="the commit to hold today's sources against")] = None,
-    turns: OfTurns = 3,
+    turns: OfTurns = None,
     overrides: Overrides = None,
     local: Annotated[bool, typer.Option("--local", help="measure on this machine, not as a job")] = False,
 ) -> None:
@@ -522,13 +525,18 @@ def compare(
 
     if (interleave is None) != (at is None) or (interleave is None) != bool(first and others) or (first and interleave):
         raise UserError("arguments: give two or more runs or commits, or --interleave SPEC and --at COMMIT")
+    of_turns = {"--turns": turns, "--set": overrides, "--local": local}
+    if interleave is None and (stray := [name for name, given in of_turns.items() if given]):
+        raise UserError(f"{', '.join(stray)}: without --interleave nothing is measured; give it, or remove this")
     settings = load_settings()
     if interleave and at:
         if not local:
-            job = submission.submit_turns(settings, interleave, at, overrides or (), turns, metric, threshold)
+            more = ["--metric", metric, "--threshold", str(threshold), "--format", format]
+            job = submission.submit_turns(settings, interleave, at, overrides or (), turns or _TURNS, more)
             raise typer.Exit(submission.follow_turns(settings, job))
-        with lookup.open_store(settings, create=True, readonly=False) as store, turning.sources_at([at]) as sources:
-            order = turning.Turns(settings, interleave, overrides or (), turns)
+        named = {"--at": at}
+        with lookup.open_store(settings, create=True, readonly=False) as store, turning.sources_at(named) as sources:
+            order = turning.Turns(settings, interleave, overrides or (), turns or _TURNS)
             sides = order.measure(store, [*sources, turning.today()])
             found = comparing.compare(store, sides[0], sides[1:], metric, threshold / 100)
     else:
@@ -549,7 +557,7 @@ def bisect(
     spec: Annotated[Path, typer.Argument(help="YAML spec to measure; few points are soon measured")],
     metric: Metric = "time",
     threshold: Threshold = 2.0,
-    turns: OfTurns = 3,
+    turns: OfTurns = None,
     overrides: Overrides = None,
 ) -> None:
     """Find the commit that made a spec's worst cell worse, by measuring each in turns with GOOD, on this machine.
@@ -560,7 +568,7 @@ def bisect(
 
     settings = load_settings()
     with lookup.open_store(settings, create=True, readonly=False) as store:
-        order = interleave.Turns(settings, spec, overrides or (), turns)
+        order = interleave.Turns(settings, spec, overrides or (), turns or _TURNS)
         commits, worst = interleave.bisect(store, order, good, bad, metric, threshold / 100)
     if worst is None:
         say(f"no cell is proven worse at {bad} than at {good}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -60,24 +61,46 @@ class Turns:
                 for each in sources:
                     say(f"turn {turn} of {self.number}: {each.name}")
                     journals = folder / each.name / str(turn)
-                    _take(self, each, journals, f"sqlite:///{scratch}/{each.name}.db")
+                    code, interrupted = _take(self, each, journals, f"sqlite:///{scratch}/{each.name}.db")
                     for journal in journals.glob(f"*/{NAME}"):
                         importer.import_file(store, journal)
                         run_ids[each.name].append(journal.parent.name)
+                    if interrupted:
+                        raise KeyboardInterrupt
+                    if code not in (0, 1):  # 1: a point failed, which the comparison says
+                        problem = f"the sources of {each.name} cannot measure it (exit code {code}, see above)"
+                        raise UserError(f"SPEC: {str(self.spec)!r}: {problem}")
         return [Side(name, tuple(found), pooled=True) for name, found in run_ids.items()]
 
 
-def _take(turns: Turns, sources: Sources, journals: Path, database: str) -> None:
+def _take(turns: Turns, sources: Sources, journals: Path, database: str) -> tuple[int, bool]:
+    """The exit code of a turn's driver, and whether a signal came, upon which the driver ends its run."""
     stored = {"NSA_DATABASE_URL": database, "NSA_ARTIFACTS": str(journals)}
     stored["NSA_ARTIFACT_STORE"] = turns.settings.artifact_store_url
-    path = {"PYTHONPATH": str(sources.folder), "PYTHONSAFEPATH": "1"}  # not those of the current folder
-    variables = {**os.environ, **stored, **path, **sources.state.variables}
+    before = os.environ.get("PYTHONPATH")
+    path = {"PYTHONPATH": os.pathsep.join([str(sources.folder), *([before] if before else [])])}
+    path["PYTHONSAFEPATH"] = "1"  # not the sources in the current folder
+    told = {"NSA_WEBHOOK": ""}  # nobody waits for a turn
+    variables = {**os.environ, **stored, **path, **told, **sources.state.variables}
     variables.pop("RAY_JOB_CONFIG_JSON_ENV_VAR", None)  # a turn is no job of its own
     options = [item for each in turns.overrides for item in ("--set", each)]
     command = [sys.executable, "-m", "jobs", str(turns.spec), *options, "--local"]
-    code = subprocess.run(command, env=variables).returncode
-    if code not in (0, 1):  # 1: a point failed, which the comparison says
-        raise UserError(f"--at: {sources.name!r}: its sources cannot measure the spec (exit code {code}, see above)")
+    signals: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        signals.append(number)
+        # Ctrl-C and `ray job stop` reach the driver as well, and the same signal again would kill it.
+        if driver is not None:
+            driver.send_signal(signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM)
+
+    driver: subprocess.Popen[bytes] | None = None
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        driver = subprocess.Popen(command, env=variables)
+        return driver.wait(), bool(signals)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def today() -> Sources:
@@ -85,31 +108,38 @@ def today() -> Sources:
 
 
 @contextmanager
-def sources_at(commits: Sequence[str]) -> Iterator[list[Sources]]:
-    """The sources of commits, in folders that are removed at the end. Raises UserError."""
-    with tempfile.TemporaryDirectory(prefix="nsa-sources-") as scratch:
-        yield [_sources(commit, Path(scratch)) for commit in commits]
+def sources_at(commits: Mapping[str, str]) -> Iterator[list[Sources]]:
+    """The sources of commits, in folders that are removed at the end, also upon SIGTERM.
+
+    The commits are by the name of the user's field, which a UserError names.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="nsa-sources-") as scratch:
+            yield [_sources(field, commit, Path(scratch)) for field, commit in commits.items()]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _sources(commit: str, scratch: Path) -> Sources:
+def _sources(field: str, commit: str, scratch: Path) -> Sources:
     if (sent := SOURCES / IN_UPLOAD / commit).is_dir():
         return Sources(commit[:7], sent, GitState(commit, dirty=False))
-    full = commit_of(commit)
+    full = commit_of(field, commit)
     done = git(SOURCES, "archive", full, *PACKAGES)
     if done.returncode:
-        raise UserError(f"--at: {commit!r}: has no sources to measure with ({_told(done)}); name another commit")
+        raise UserError(f"{field}: {commit!r}: has no sources to measure with ({_told(done)}); name another commit")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(scratch / full, filter="data")
     return Sources(full[:7], scratch / full, GitState(full, dirty=False))
 
 
-def commit_of(text: str) -> str:
-    """The whole name of the checkout's commit that `text` names. Raises UserError."""
+def commit_of(field: str, text: str) -> str:
+    """The whole name of the checkout's commit that `text` names. Raises UserError, which names the user's field."""
     done = git(SOURCES, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
     if done.returncode:
         why = _told(done) or "no such commit"
         raise UserError(
-            f"COMMIT: {shown(text)}: is none of the checkout {SOURCES} ({why}); run in one, and name its own"
+            f"{field}: {shown(text)}: is none of the checkout {SOURCES} ({why}); run in one, and name its own"
         )
     return done.stdout.decode().strip()
 
@@ -126,14 +156,16 @@ def bisect(
 
     Each commit is measured in turns with `good`. Raises UserError: there are no commits between the two.
     """
-    good, bad = commit_of(good), commit_of(bad)
+    good, bad = commit_of("GOOD", good), commit_of("BAD", bad)
+    if good == bad:
+        raise UserError(f"BAD: {bad[:7]}: is GOOD itself, with no commits between the two; name a later one")
     listed = git(SOURCES, "rev-list", "--reverse", "--first-parent", "--ancestry-path", f"{good}..{bad}")
     commits = [good, *listed.stdout.decode().split()]
-    if len(commits) < 2 or commits[-1] != bad:
+    if commits[-1] != bad:
         raise UserError(f"GOOD: {good[:7]}: is no earlier commit than {bad[:7]}; name an ancestor of it")
 
     def cells(commit: str, number: int = turns.number) -> Mapping[object, Compared]:
-        with sources_at([good, commit]) as sources:
+        with sources_at({"GOOD": good, "BAD" if commit == bad else "commit": commit}) as sources:
             more = Turns(turns.settings, turns.spec, turns.overrides, number)
             sides = more.measure(store, sources)
         [found] = compare(store, sides[0], sides[1:], metric, threshold)

@@ -64,21 +64,25 @@ def submit(settings: Settings, spec: Path, overrides: Sequence[str] = (), more: 
 
 
 def submit_turns(
-    settings: Settings, spec: Path, commit: str, overrides: Sequence[str], turns: int, metric: str, threshold: float
+    settings: Settings, spec: Path, commit: str, overrides: Sequence[str], turns: int, more: Sequence[str]
 ) -> str:
     """Submit `nsa compare --interleave SPEC --at COMMIT` as one job, which itself holds what a point needs.
 
-    Returns and raises as `submit`; UserError also if this checkout has no such commit.
+    `more` are further options. Returns and raises as `submit`; UserError also if this checkout has no such commit, or
+    the spec does not say what to hold.
     """
     checked = load_spec(spec, overrides)
+    if checked.device == "auto":  # it would hold no GPU, and measure on the CPU without a word
+        raise UserError("device: 'auto': a job of turns must hold what it measures on; use cuda or cpu")
     upload, needs = collect(checked, spec), checked.resources
-    options = ["--turns", str(turns), "--metric", metric, "--threshold", str(threshold)]
-    options += set_options([*overrides, *(["resources.accelerator_type=null"] if needs.accelerator_type else [])])
+    # The job holds the resources of one point, on the right card.
+    held = ["resources.workers=1", *(["resources.accelerator_type=null"] if needs.accelerator_type else [])]
+    options = ["--turns", str(turns), *more, *set_options([*overrides, *held])]
     gpus = float(checked.device == "cuda") if needs.num_gpus is None else needs.num_gpus
     holds: dict[str, Any] = {"entrypoint_num_cpus": needs.num_cpus, "entrypoint_num_gpus": gpus}
     if needs.accelerator_type:
         holds["entrypoint_resources"] = {ACCELERATOR + card_of(needs.accelerator_type)[0]: 0.001}
-    with sources_at([commit]) as [found]:
+    with sources_at({"--at": commit}) as [found]:
         at = str(found.state.commit)
         sent = {f"{IN_UPLOAD}/{at}/{name}": path for name, path in sources(found.folder)}
         nsa = "from orchestrator.cli.commands import main; main()"

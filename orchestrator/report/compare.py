@@ -125,7 +125,8 @@ def compare(
 
     `threshold`: the smallest difference worth speaking of, as a share; larger where a cell's noise floor is.
     """
-    floors = _noise(store, first, others, metric)
+    # Not of turns, which are `apart`: those of a bisection's earlier steps would raise the threshold of the later ones.
+    floors = {} if first.pooled else _noise(store, first, others, metric)
     quantity = queries.quantities(store, first.run_ids).of(metric)
     (base, before), comparisons = _measured(store, first, metric), []
     if not base:

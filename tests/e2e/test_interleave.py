@@ -97,4 +97,4 @@ def test_a_commit_and_todays_sources_are_measured_in_turns_and_compared(reposito
     listed = repository.nsa("runs", "--commit", before[:9]).stdout
     assert listed.count("fake-") == 2, "the turns are stored"
     missing = repository.nsa("compare", "--interleave", "fake.yaml", "--at", "nonsense", "--local").stderr
-    assert missing.startswith("error: COMMIT: 'nonsense': is none of the checkout")
+    assert missing.startswith("error: --at: 'nonsense': is none of the checkout")

@@ -27,11 +27,13 @@ def made_up(turns: Turns, store: Store, sources: Sequence[Sources]) -> list[Side
     sides = []
     for each in sources:
         factor, run_id = float((each.folder / "jobs" / "factor").read_text()), f"run-{len(store_runs)}"
+        drift = 1.02 ** (len(store_runs) // len(sources))  # from one step to the next, and alike for both sides
         store_runs.append(each.name)
         run: dict[str, Any] = {"run_id": run_id}
-        begin = RunRecord(**run, name="f", kind="f", spec={}, spec_hash="5", git_commit=each.state.commit)
+        commit = {"git_commit": each.state.commit, "git_dirty": each.state.dirty}
+        begin = RunRecord(**run, **commit, name="f", kind="f", spec={}, spec_hash="5")
         points: list[Any] = []
-        for number, times in enumerate((np.ones(20), factor * np.ones(20)) if factor else ()):
+        for number, times in enumerate((drift * np.ones(20), drift * factor * np.ones(20)) if factor else ()):
             point = {**run, "point_id": f"{run_id}/{number}"}
             axes = {"implementation": "fake", "seq_len": 2048 * (number + 1)}
             points.append(PointRecord(**point, index=number, key=f"{number}", label="p", config={}, axes=axes))
@@ -81,5 +83,6 @@ def test_the_commit_of_a_slowdown_is_found_and_those_that_cannot_be_told_are_nam
     assert (done.code, done.out.splitlines()[-1]) == (0, f"first worse: {commits[6]}")
     done = nsa("bisect", commits[0], commits[2], "fake.yaml")
     assert (done.code, done.out.splitlines()[-1][:24]) == (3, "no cell is proven worse ")
-    for later in (commits[0], commits[2]):
-        assert nsa("bisect", commits[2], later, "fake.yaml").err.startswith("error: GOOD: ")
+    assert nsa("bisect", commits[2], commits[0], "fake.yaml").err.startswith("error: GOOD: ")
+    assert nsa("bisect", commits[2], commits[2], "fake.yaml").err.startswith("error: BAD: ")
+    assert nsa("bisect", commits[2], "nonsense", "fake.yaml").err.startswith("error: BAD: 'nonsense': is none of ")
