@@ -38,3 +38,9 @@ def test_secrets_come_from_the_environment_and_are_required() -> None:
     for secret in ("RAY_AUTH_TOKEN", "POSTGRES_PASSWORD", "NSA_DASHBOARD_PASSWORD"):
         assert f"${{{secret}:?" in text
         assert f"{secret}=\n" in (ROOT / ".env.example").read_text()
+
+
+def test_ray_requires_its_token_and_postgres_is_asked_over_tcp() -> None:
+    assert all(SERVICES[name]["environment"]["RAY_AUTH_MODE"] == "token" for name in ("ray-head", "gpu-worker"))
+    # The image's temporary server, which creates the data folder, answers on the socket alone.
+    assert "--host=127.0.0.1" in SERVICES["postgres"]["healthcheck"]["test"]

@@ -37,6 +37,10 @@ def variants(data: dict[str, Any]) -> Iterator[JobSpec]:
             continue
 
 
+def test_the_kinds_small_specs_are_tried_without_their_fields() -> None:
+    assert any(yaml.safe_load(path.read_text())["name"].endswith("smoke") for path in READY)
+
+
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_a_stored_spec_has_the_points_of_the_one_submitted(path: Path) -> None:
     for spec in variants(yaml.safe_load(path.read_text())):
