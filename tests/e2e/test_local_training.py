@@ -1,4 +1,4 @@
-"""A training that crashes, is cancelled, and goes on each time from its last checkpoint."""
+"""A training that crashes, loses its driver, is cancelled, and goes on each time from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ name: resumed
 device: cpu
 seq_len: 32
 batch: 4
-steps: 200
+steps: 300
 checkpoints: {every: 10}
 restarts: 1
 data: {path: TEXT, heldout_batches: 2}
@@ -68,27 +68,34 @@ def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
     return descendants(psutil.Process(driver.pid), "orchestrator.execute.point:answer")[0]
 
 
-def test_a_training_goes_on_after_a_crash_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
+def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     driver = _start(home, str(spec))
     _until(lambda: _newest(home) >= 10, driver)
     _worker(driver).kill()
     first = _newest(home)
     _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
+    worker = _worker(driver)
+    driver.kill()
+    assert psutil.wait_procs([worker], timeout=30)[1] == []  # until then it may save another checkpoint
+    second = _newest(home)
+    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
+    driver = _start(home, "--resume", path.parent.name)
+    _until(lambda: _newest(home) > second, driver)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(60) == 130
     cancelled = _newest(home)
-    (path,) = home.glob(f"artifacts/*/{journal.NAME}")
     driver = _start(home, "--resume", path.parent.name)
     assert driver.wait(200) == 0, driver.communicate()[0]
     records = list(journal.read(path))
     outcomes = [record for record in records if isinstance(record, OutcomeRecord)]
-    assert [(outcome.state, outcome.attempt) for outcome in outcomes] == [("crash", 1), ("cancelled", 2), ("ok", 3)]
+    assert [outcome.state for outcome in outcomes] == ["crash", "lost", "cancelled", "ok"]
+    assert [outcome.attempt for outcome in outcomes] == [1, 2, 3, 4]
     (event,) = [record for record in records if isinstance(record, EventRecord) and record.level == "warning"]
     assert "attempt 1 crashed (killed by SIGKILL); handed out again" in event.message
     metrics: dict[str, MetricData] = {metric.name: metric for metric in outcomes[-1].metrics}
     assert list(metrics["resumed_step"].samples)[-1] == cancelled
-    assert len(metrics["resumed_step"].samples) == 2
+    assert len(metrics["resumed_step"].samples) == 3
     assert metrics["loss"].samples == _uninterrupted(spec)["loss"].samples, "bit by bit"
 
 
