@@ -222,7 +222,8 @@ def test_failures_of_the_day_and_cards_have_their_pages(complete: str):
     card = {"point_id": f"{run_id}/0", "attempt": 1, "state": "hang", "reason": "silent for 60 s", "started_at": now}
     plan = planned(run_id, 0, "x", 1, now, {"device": "cuda"})
     run = first.model_copy(update={"run_id": run_id, "kind": "preflight", "at": now})
-    outcome = OutcomeRecord.model_validate({"run_id": run_id, "environment": {"gpu": {"name": "H200"}}, **card})
+    card |= {"run_id": run_id, "environment": {"gpu": {"name": "H200", "uuid": "GPU-1"}}}
+    outcome = OutcomeRecord.model_validate(card)
     with Store.open(complete) as store:
         store.apply_many([run, plan, outcome, RunEndRecord(run_id=run_id, at=now, state="failed")])
     for cached in (data.now, data.cards, data.counts):  # instead of waiting for the time to live
