@@ -89,9 +89,9 @@ up: $(RUN)  ## start the local Ray cluster and the dashboard
 down:  ## stop what demo, bench or up started
 	@if test -x $(BIN)/nsa; then $(BIN)/nsa down; else echo "nothing was running"; fi
 
-# Three processes for two cores: two often wait for others. tests/conftest.py says what stays together, what comes first.
-test: env  ## the whole test suite (CPU), in three processes
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+# Two processes for two cores; tests/conftest.py says what stays together and what comes first.
+test: env  ## the whole test suite (CPU), in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test-thorough: env  ## bad input of any sort: 10,000 specs, tables, journals and settings
 	$(BIN)/python -m pytest tests/test_bad_input.py --hypothesis-profile=thorough --timeout 0
