@@ -64,13 +64,13 @@ cards = _read(judge_cards)
 
 @_read
 def run_notes(store: Store, frame: pd.DataFrame) -> dict[str, Note]:
-    """What lists of runs say of each: commit, headline figure, what differs from the run below."""
+    """Commit, headline figure and difference from the run below, of each run of a list, by id."""
     return notes(store, frame)
 
 
 @_read
 def now(store: Store) -> list[Section]:
-    """What goes on: the sections of the page Now."""
+    """Sections of the page Now."""
     return sections(store, ray_jobs(load_settings()) or ())
 
 

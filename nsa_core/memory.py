@@ -43,7 +43,7 @@ class MemoryEstimate:
     optimizer: int  # its state
     inputs: int  # tensors that the caller holds: the operator's and the output's gradient, or tokens and targets
     gradients: int  # of parameters, or of the operator's tensors
-    # What the forward pass leaves: outputs, and tensors kept for the backward pass; among them the loss's gradients,
+    # Left by the forward pass: outputs, and tensors kept for the backward pass; among them the loss's gradients,
     # which are made with its value, until the backward pass scales them.
     activations: int
     workspace: int  # all that the forward pass frees or, with checkpointing, that the backward pass computes anew

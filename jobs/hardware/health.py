@@ -16,7 +16,7 @@ from jobs.schema.quantities import Quantity
 
 _KERNEL_LOG = Path("/var/log/kern.log")
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)[^)]*\): (\d+)")
-# Of the program, not of the card (NVIDIA, "Xid errors"): exception of a kernel, bad address, what follows from these.
+# Codes that programs cause, not cards (NVIDIA, "Xid errors"): a kernel's exception, a bad address, their consequences.
 _OF_PROGRAMS = {13, 31, 43, 45}
 
 _UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED

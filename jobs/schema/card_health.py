@@ -1,4 +1,4 @@
-"""What a preflight reads and measures of a card; `orchestrator.judge.fleet` judges it."""
+"""Quantities that a preflight reads and measures of a card; `orchestrator.judge.fleet` judges it."""
 
 from __future__ import annotations
 

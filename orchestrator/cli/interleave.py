@@ -36,7 +36,7 @@ IN_UPLOAD = "at"
 
 @dataclass(frozen=True)
 class Sources:
-    """What a turn imports: of a commit, or today's."""
+    """Sources that a turn imports: a commit's, or today's."""
 
     name: str
     folder: Path

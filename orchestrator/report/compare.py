@@ -138,7 +138,7 @@ def compare(
             if cell in beside:
                 floor = max(floors.get(cell, 0.0), one.apart, beside[cell].apart)
                 pair = paired(cell, one, beside[cell], max(threshold, floor))
-                pairs.append(replace(pair, p=0.0) if metric in _REPEATED and pair.ratio == pair.ratio else pair)
+                pairs.append(replace(pair, p=0.0) if metric in _REPEATED and not math.isnan(pair.ratio) else pair)
                 continue
             # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
             why = after.get(cell, "not planned")

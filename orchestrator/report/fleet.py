@@ -43,12 +43,12 @@ def figures(cards: Sequence[Card]) -> Table:
 
 
 def to_do(cards: Sequence[Card]) -> Table:
-    """What is not OK, the worst first, with the cards that share it, and what to do about it."""
+    """Findings that are not OK, the worst first, with the cards that share them, and what to do."""
     alike: dict[Finding, tuple[dict[str, None], dict[str, None]]] = {}  # each with its checks and cards
     for card in cards:
         for found in card.findings:
             if found.level != Level.OK:
-                # What is unknown for one reason is one line.
+                # One line for all that is unknown for one reason.
                 key = found if found.level in _ILL else found._replace(check="", value="")
                 checks, names = alike.setdefault(key, ({}, {}))
                 checks[found.check] = names[f"{card.label} on {card.node}"] = None

@@ -20,7 +20,7 @@ _VALUE = 30  # characters of one
 
 @dataclass(frozen=True)
 class Note:
-    """What a list says of a run beside its row: commit ("+": with changes), headline figure, what differs below."""
+    """Texts beside a run in a list: commit ("+": with changes), headline figure, difference from the run below."""
 
     commit: str
     figure: str

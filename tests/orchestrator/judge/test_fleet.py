@@ -101,7 +101,7 @@ def history(driver: None, sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) 
 
 
 def named(cards: list[Card]) -> set[tuple[int, str, str, str]]:
-    """What is not OK: index of the card, check, level and value."""
+    """Findings that are not OK: index of the card, check, level and value."""
     return {
         (int(card.label[-1]), *found[:3]) for card in cards for found in card.findings if found.level is not Level.OK
     }

@@ -1,4 +1,4 @@
-"""What goes on, as `nsa status` and the page Now show it."""
+"""Sections of `nsa status` and the page Now."""
 
 from __future__ import annotations
 
