@@ -41,8 +41,6 @@ def page() -> None:
     if todo.rows:
         st.header(todo.title)
         _draw(todo)
-    st.header("Figures")
-    _draw(tables.figures(cards))
     st.caption(
         "Speeds are held against the median of all stored preflights of the same card: below 95 % is WARN, below 90 % "
         f"BAD. Look again with `{_COMMAND}`."

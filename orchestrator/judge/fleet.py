@@ -7,7 +7,7 @@ points of its type and sizes. Fewer than four of those are no fleet: UNKNOWN, as
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -23,8 +23,6 @@ FEWEST = 4  # points or cards that make a fleet
 _RUNS = 4  # the newest of a node, which say how many cards it has
 _WARN, _BAD = 0.95, 0.90  # of the fleet's median
 _THROTTLED = 5.0  # percent of the time
-_NO_REPORT = "neither the driver nor the host reports it"
-_RESET = "drain the node and reset the card (nvidia-smi --gpu-reset); replace it if it happens again"
 
 
 class Level(StrEnum):
@@ -62,197 +60,51 @@ class Card:
         return min((found.level for found in self.findings), key=list(Level).index)
 
 
-def judge_cards(store: Store) -> list[Card]:
-    """All cards that a preflight was run on, the worst first. Raises StoreUnavailable."""
-    looks = [_look(row) for row in queries.preflights(store)]
-    newest: dict[str, _Look] = {}
-    known: set[str] = set()  # nodes that named a card
-    for look in looks:
-        if look.gpu.get("uuid"):
-            known.add(look.node)
-        elif look.node in known:
-            continue
-        newest.setdefault(look.uuid, look)
-    fleet = _Fleet(looks, list(newest.values()))
-    cards = [
-        Card(
-            label=" ".join(map(str, filter(lambda part: part is not None, (look.type[0], look.gpu.get("index"))))),
-            node=look.node,
-            uuid=uuid,
-            point_id=look.row["point_id"],
-            at=look.row["ended_at"],
-            findings=tuple(_findings(look, fleet)),
-        )
-        for uuid, look in newest.items()
-    ]
-    return sorted(cards, key=lambda card: (list(Level).index(card.level), card.node, card.label, card.uuid))
+class _Fault(NamedTuple):
+    """What may be wrong by itself with the quantities of a check; they fill the texts in."""
 
-
-class _Look(NamedTuple):
-    """A point of a card (`queries.preflights`)."""
-
-    row: Mapping[str, Any]
-    gpu: Mapping[str, Any]  # what tells the card from others; {}: none
-    node: str
-    uuid: str  # of the card; without one, a text that stands for the node
-    type: tuple[Any, ...]  # what points must share for their rates to be comparable; the card's name first
-
-
-def _look(row: Mapping[str, Any]) -> _Look:
-    environment, config = row["environment"], row["config"]
-    gpu = environment.get("gpu") or {}
-    node = row["node"] or environment.get("host") or "unknown node"
-    name = gpu.get("name") or ("CPU" if row["device"] == "cpu" else "unknown card")
-    uuid = gpu.get("uuid") or f"{node}: {row['device']}"
-    return _Look(row, gpu, node, uuid, (name, config.get("size"), config.get("copy_mib")))
-
-
-class _Fleet:
-    """The fleet's usual figures. `looks`: all points; `newest`: that of each card."""
-
-    def __init__(self, looks: Sequence[_Look], newest: Sequence[_Look]) -> None:
-        self._values: dict[Any, list[float]] = defaultdict(list)
-        self.cards: dict[str, dict[str, float]] = defaultdict(dict)  # that a node reported, by node and run
-        for look in looks:
-            for name, value in look.row["figures"].items():
-                self._values[look.type, name].append(value)
-            if (count := look.row["figures"].get(health.GPU_COUNT.name)) is not None:
-                self.cards[look.node].setdefault(look.row["run_id"], count)
-        self.drivers = Counter(driver for look in newest if (driver := look.gpu.get("driver")))
-
-    def usual(self, look: _Look, quantity: Quantity) -> tuple[float | None, int]:
-        """The median of the fleet's points of the card's type, and their number; None of fewer than four."""
-        values = self._values[look.type, quantity.name]
-        return (median(values) if len(values) >= FEWEST else None), len(values)
-
-
-def _findings(look: _Look, fleet: _Fleet) -> Iterator[Finding]:
-    """The result of every check, the same checks for each card."""
-    row, missing = look.row, _NO_REPORT
-    figures = row["figures"]
-    if row["device"] == "cpu":
-        figures, missing = {}, "the point ran on the CPU: nothing of a card was measured"
-    elif row["state"] != PointState.OK:
-        figures, missing = {}, f"the preflight itself ended as {row['state']}"
-        blamed = look.gpu.get("uuid") and row["state"] != PointState.LOST  # whose worker or node went away
-        level = Level.BAD if blamed else Level.UNKNOWN
-        yield Finding(
-            *("preflight", level, row["state"], row["reason"] or ""),
-            "read its log and stacks, and run it again; drain the node if it ends so again",
-        )
-    yield _driver(look.gpu.get("driver"), fleet, missing)
-    for check, (quantities, judge) in _ABSOLUTE.items():
-        values = [figures.get(quantity.name) for quantity in quantities]
-        if None in values:
-            yield Finding(check, Level.UNKNOWN, why=_XID_UNREAD if check == _XID and figures else missing)
-        elif check == _XID:
-            yield Finding(check, *judge(*values, look.gpu.get("xids") or ()))
-        else:
-            yield Finding(check, *judge(*values))
-    counts = list(fleet.cards[look.node].values())[:_RUNS]
-    yield _count(figures.get(health.GPU_COUNT.name), counts, missing)
-    for check, (quantity, fix) in _BESIDE.items():
-        value, (usual, points) = figures.get(quantity.name), fleet.usual(look, quantity)
-        if value is None or usual is None:
-            few = f"{points} stored points of this card's type and sizes; {FEWEST} make a median to hold it against"
-            shown = "–" if value is None else readable(value, quantity.unit)
-            yield Finding(check, Level.UNKNOWN, shown, missing if value is None else few)
-            continue
-        share = value / usual if usual else 1.0
-        level = Level.BAD if share < _BAD else Level.WARN if share < _WARN else Level.OK
-        why = f"{100 * share:.0f} % of the fleet's median, {readable(usual, quantity.unit)} in {points} points"
-        yield Finding(check, level, readable(value, quantity.unit), *((why, fix) if level != Level.OK else ()))
-
-
-def _driver(driver: str | None, fleet: _Fleet, missing: str) -> Finding:
-    cards = fleet.drivers.total()
-    if driver is None:
-        return Finding("driver", Level.UNKNOWN, why=missing)
-    if cards < FEWEST:
-        why = f"the driver of {cards} cards is known; {FEWEST} make a fleet to hold it against"
-        return Finding("driver", Level.UNKNOWN, driver, why)
-    usual, holders = fleet.drivers.most_common(1)[0]
-    if fleet.drivers[driver] == holders:
-        return Finding("driver", Level.OK, driver)
-    why = f"{holders} of {cards} cards have {usual}"
-    return Finding("driver", Level.WARN, driver, why, "install the same driver on all nodes")
-
-
-def _count(count: float | None, counts: Sequence[float], missing: str) -> Finding:
-    if count is None or len(counts) < 2:
-        why = missing if count is None else "the node's first preflight: nothing to hold it against"
-        return Finding("count", Level.UNKNOWN, "–" if count is None else f"{count:.0f}", why)
-    if count >= max(counts):
-        return Finding("count", Level.OK, f"{count:.0f}")
-    fix = "find the card that is gone (nvidia-smi, dmesg); restart the node"
-    return Finding("count", Level.BAD, f"{count:.0f}", f"this node lately had {max(counts):.0f}", fix)
-
-
-def _power(limit: float, default: float) -> tuple[Any, ...]:
-    if limit >= default:
-        return Level.OK, readable(limit, "W")
-    fix = f"nvidia-smi --power-limit={default:.0f}, unless someone lowered it on purpose"
-    return Level.WARN, readable(limit, "W"), f"below the default of {readable(default, 'W')}", fix
-
-
-def _throttled(share: float) -> tuple[Any, ...]:
-    if share < _THROTTLED:
-        return Level.OK, readable(share, "%")
-    fix = "look at cooling and power supply: nvidia-smi --query --display=PERFORMANCE"
-    return (
-        Level.WARN,
-        readable(share, "%"),
-        "the clock was lowered for so much of the time against the card's will",
-        fix,
-    )
-
-
-def _ecc(errors: float, ever: float) -> tuple[Any, ...]:
-    if errors:
-        return Level.BAD, f"{errors:.0f}", "uncorrected errors since the last reset", _RESET
-    if ever:
-        return Level.WARN, f"{ever:.0f} ever", "uncorrected errors before the last reset", "watch it"
-    return Level.OK, "0"
-
-
-def _rows(rows: float, pending: float, failed: float) -> tuple[Any, ...]:
-    if failed:
-        return Level.BAD, f"{rows:.0f}", "a row of its memory is broken and no spare one is left", "replace the card"
-    if pending:
-        fix = "drain the node and reset the card: nvidia-smi --gpu-reset"
-        return Level.BAD, f"{rows:.0f}", "a broken row is in use until the next reset", fix
-    if rows:
-        return Level.WARN, f"{rows:.0f}", "broken rows were replaced by spare ones", "watch it: spare rows run out"
-    return Level.OK, "0"
-
-
-def _xids(count: float, codes: Sequence[int]) -> tuple[Any, ...]:
-    if not count:
-        return Level.OK, "none"
-    named = ", ".join(map(str, dict.fromkeys(codes)))
-    return Level.BAD, named or f"{count:.0f}", "the kernel's log has Xid errors that blame the card", _RESET
-
-
-def _pcie(width: float, most: float, generation: float, newest: float) -> tuple[Any, ...]:
-    link = f"gen {generation:.0f} ×{width:.0f}"
-    if width >= most and generation >= newest:
-        return Level.OK, link
-    return Level.WARN, link, f"card and slot have gen {newest:.0f} ×{most:.0f}", "reseat the card, or its riser"
+    present: Callable[..., bool]
+    level: Level
+    why: str
+    fix: str
 
 
 _XID = "Xid errors"
-_XID_UNREAD = "the kernel's log cannot be read there; look on the host: dmesg | grep Xid"
-_ABSOLUTE: Mapping[str, tuple[Sequence[Quantity], Callable[..., tuple[Any, ...]]]] = {
-    "power limit": ((health.POWER_LIMIT, health.POWER_DEFAULT), _power),
-    "throttled": ((GPU_THROTTLED,), _throttled),
-    "ECC errors": ((health.ECC_ERRORS, health.ECC_ERRORS_EVER), _ecc),
-    "remapped rows": ((health.REMAPPED_ROWS, health.REMAP_PENDING, health.REMAP_FAILED), _rows),
-    _XID: ((health.XIDS,), _xids),
-    "PCIe": (
-        (health.PCIE_WIDTH, health.PCIE_WIDTH_MAX, health.PCIE_GENERATION, health.PCIE_GENERATION_MAX),
-        _pcie,
-    ),
-}
+_RESET = "drain the node and reset the card (nvidia-smi --gpu-reset); replace it if it happens again"
+_POWER = (health.POWER_LIMIT, health.POWER_DEFAULT)
+_ROWS = (health.REMAPPED_ROWS, health.REMAP_PENDING, health.REMAP_FAILED)
+_LINK = (health.PCIE_WIDTH, health.PCIE_WIDTH_MAX, health.PCIE_GENERATION, health.PCIE_GENERATION_MAX)
+# By check: its quantities, the value that is shown, and the faults, of which the first counts that is present.
+_BY_ITSELF: Mapping[str, tuple[Sequence[Quantity], str, Sequence[_Fault]]] = {
+    "power limit": (_POWER, "{0:,.0f} W", [
+        _Fault(lambda limit, default: limit < default, Level.WARN, "below the default of {1:,.0f} W",
+               "nvidia-smi --power-limit={1:.0f}, unless someone lowered it on purpose"),
+    ]),
+    "throttled": ((GPU_THROTTLED,), "{0:.4g} %", [
+        _Fault(lambda share: share >= _THROTTLED, Level.WARN,
+               "the clock was lowered for so much of the time against the card's will",
+               "look at cooling and power supply: nvidia-smi --query --display=PERFORMANCE"),
+    ]),
+    "ECC errors": ((health.ECC_ERRORS, health.ECC_ERRORS_EVER), "{0:.0f}", [
+        _Fault(lambda new, _: new > 0, Level.BAD, "uncorrected errors since the last reset", _RESET),
+        _Fault(lambda _, ever: ever > 0, Level.WARN, "{1:.0f} uncorrected before the last reset", "watch it"),
+    ]),
+    "remapped rows": (_ROWS, "{0:.0f}", [
+        _Fault(lambda *rows: rows[2] > 0, Level.BAD, "a row of its memory is broken and no spare one is left",
+               "replace the card"),
+        _Fault(lambda *rows: rows[1] > 0, Level.BAD, "a broken row is in use until the next reset",
+               "drain the node and reset the card: nvidia-smi --gpu-reset"),
+        _Fault(lambda *rows: rows[0] > 0, Level.WARN, "broken rows were replaced by spare ones",
+               "watch it: spare rows run out"),
+    ]),
+    _XID: ((health.XIDS,), "{xids}", [
+        _Fault(lambda count: count > 0, Level.BAD, "the kernel's log has Xid errors that blame the card", _RESET),
+    ]),
+    "PCIe": (_LINK, "gen {2:.0f} ×{0:.0f}", [
+        _Fault(lambda width, most, generation, newest: width < most or generation < newest, Level.WARN,
+               "card and slot have gen {3:.0f} ×{1:.0f}", "reseat the card, or its riser"),
+    ]),
+}  # fmt: skip
 _SLOW = "run it again with nothing else on the node; if it stays slow, keep long runs off this card"
 _BESIDE = {
     "NVLink": (health.NVLINKS, "look for links that are down (nvidia-smi nvlink --status); restart the node"),
@@ -261,3 +113,106 @@ _BESIDE = {
     "copy": (health.COPY_RATE, _SLOW),
     "copy from host": (health.HOST_COPY_RATE, "look at the PCIe link, and at the NUMA node of the process"),
 }
+
+
+def judge_cards(store: Store) -> list[Card]:
+    """All cards that a preflight was run on, the worst first. Raises StoreUnavailable."""
+    newest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str, tuple[Any, ...]]] = {}
+    named: set[str] = set()  # nodes that named a card
+    fleet: dict[Any, list[float]] = defaultdict(list)  # all values of a quantity, of comparable points
+    counts: dict[str, dict[str, float]] = defaultdict(dict)  # GPUs that a node reported, by run, newest first
+    for row in queries.preflights(store):
+        environment, config = row["environment"], row["config"]
+        gpu = environment.get("gpu") or {}
+        node = row["node"] or environment.get("host") or "unknown node"
+        name = gpu.get("name") or ("CPU" if row["device"] == "cpu" else "unknown card")
+        alike = (name, config.get("size"), config.get("copy_mib"))
+        for quantity, value in row["figures"].items():
+            fleet[alike, quantity].append(value)
+        if health.GPU_COUNT.name in row["figures"]:
+            counts[node].setdefault(row["run_id"], row["figures"][health.GPU_COUNT.name])
+        if gpu.get("uuid"):
+            named.add(node)
+        elif node in named:
+            continue
+        newest.setdefault(gpu.get("uuid") or f"{node}: {row['device']}", (row, gpu, node, alike))
+    drivers = Counter(gpu["driver"] for _, gpu, *_ in newest.values() if gpu.get("driver"))
+    cards = []
+    for uuid, (row, gpu, node, alike) in newest.items():
+        label = " ".join(str(part) for part in (alike[0], gpu.get("index")) if part is not None)
+        usual = {check: fleet[alike, quantity.name] for check, (quantity, _) in _BESIDE.items()}
+        findings = _findings(row, gpu, drivers, list(counts[node].values())[:_RUNS], usual)
+        cards.append(Card(label, node, uuid, row["point_id"], row["ended_at"], tuple(findings)))
+    return sorted(cards, key=lambda card: (list(Level).index(card.level), card.node, card.label, card.uuid))
+
+
+def _findings(
+    row: Mapping[str, Any],
+    gpu: Mapping[str, Any],
+    drivers: Counter[str],
+    counts: Sequence[float],
+    fleet: Mapping[str, Sequence[float]],
+) -> list[Finding]:
+    """The result of every check, the same checks for each card.
+
+    Args:
+        drivers: of all cards.
+        counts: the numbers of GPUs that the node reported lately.
+        fleet: the values of all comparable points, by check of _BESIDE.
+    """
+    figures, missing, findings = row["figures"], "neither the driver nor the host reports it", []
+    if row["device"] == "cpu":
+        figures, missing = {}, "the point ran on the CPU: nothing of a card was measured"
+    elif row["state"] != PointState.OK:
+        figures, missing = {}, f"the preflight itself ended as {row['state']}"
+        blamed = gpu.get("uuid") and row["state"] != PointState.LOST  # whose worker or node went away
+        fix = "read its log and stacks, and run it again; drain the node if it ends so again"
+        level = Level.BAD if blamed else Level.UNKNOWN
+        findings.append(Finding("preflight", level, row["state"], row["reason"] or "", fix))
+
+    if (driver := gpu.get("driver")) is None:
+        findings.append(Finding("driver", Level.UNKNOWN, why=missing))
+    elif (cards := drivers.total()) < FEWEST:
+        why = f"the driver of {cards} cards is known; {FEWEST} make a fleet to hold it against"
+        findings.append(Finding("driver", Level.UNKNOWN, driver, why))
+    elif drivers[driver] < (most := drivers.most_common(1)[0])[1]:
+        why, fix = f"{most[1]} of {cards} cards have {most[0]}", "install the same driver on all nodes"
+        findings.append(Finding("driver", Level.WARN, driver, why, fix))
+    else:
+        findings.append(Finding("driver", Level.OK, driver))
+
+    xids = ", ".join(map(str, dict.fromkeys(gpu.get("xids") or ())))
+    for check, (quantities, shows, faults) in _BY_ITSELF.items():
+        values = [figures.get(quantity.name) for quantity in quantities]
+        if None in values:
+            unread = "the kernel's log cannot be read there; look on the host: dmesg | grep Xid"
+            findings.append(Finding(check, Level.UNKNOWN, why=unread if check == _XID and figures else missing))
+            continue
+        value = shows.format(*values, xids=xids or f"{values[0]:.0f}")
+        fault = next((each for each in faults if each.present(*values)), _Fault(bool, Level.OK, "", ""))
+        findings.append(Finding(check, fault.level, value, fault.why.format(*values), fault.fix.format(*values)))
+
+    count = figures.get(health.GPU_COUNT.name)
+    shown = "–" if count is None else f"{count:.0f}"
+    if count is None or len(counts) < 2:
+        why = missing if count is None else "the node's first preflight: nothing to hold it against"
+        findings.append(Finding("count", Level.UNKNOWN, shown, why))
+    elif count < max(counts):
+        fix = "find the card that is gone (nvidia-smi, dmesg); restart the node"
+        findings.append(Finding("count", Level.BAD, shown, f"this node lately had {max(counts):.0f}", fix))
+    else:
+        findings.append(Finding("count", Level.OK, shown))
+
+    for check, (quantity, fix) in _BESIDE.items():
+        value, points = figures.get(quantity.name), len(fleet[check])
+        shown = "–" if value is None else readable(value, quantity.unit)
+        if value is None or points < FEWEST:
+            few = f"{points} stored points of this card's type and sizes; {FEWEST} make a median to hold it against"
+            findings.append(Finding(check, Level.UNKNOWN, shown, missing if value is None else few))
+            continue
+        usual = median(fleet[check])
+        share = value / usual if usual else 1.0
+        level = Level.BAD if share < _BAD else Level.WARN if share < _WARN else Level.OK
+        why = f"{100 * share:.0f} % of the fleet's median, {readable(usual, quantity.unit)} in {points} points"
+        findings.append(Finding(check, level, shown, *((why, fix) if level != Level.OK else ())))
+    return findings

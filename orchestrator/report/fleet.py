@@ -29,19 +29,6 @@ def summary(cards: Sequence[Card]) -> Table:
     return Table.of("Cards", "", rows)
 
 
-def figures(cards: Sequence[Card]) -> Table:
-    """Each card's figure in every check, with the check's level where that is not OK."""
-    rows = []
-    for card in cards:
-        cells = {
-            found.check: f"{found.value} {found.level}" if found.level in _ILL else found.value
-            for found in card.findings
-        }
-        rows.append({"Card": card.label, "Node": card.node} | cells)
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return Table.of("Figures", "", [{name: row.get(name, "–") for name in columns} for row in rows])
-
-
 def to_do(cards: Sequence[Card]) -> Table:
     """Findings that are not OK, the worst first, with the cards that share them, and what to do."""
     alike: dict[Finding, tuple[dict[str, None], dict[str, None]]] = {}  # each with its checks and cards
