@@ -17,13 +17,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from jobs.schema.plain_text import shown
 from orchestrator.errors import UserError
 from orchestrator.git import git
 from orchestrator.provenance import GitState, git_state
-from orchestrator.report.compare import Change, Compared, Side, compare, coordinates, word
+from orchestrator.report.compare import Change, Compared, Comparison, Side, compare, coordinates, word
 from orchestrator.run.plan import new_run_id
 from orchestrator.settings import PACKAGES, SOURCES, Settings
 from orchestrator.store import Store, importer
@@ -57,50 +58,44 @@ class Turns:
         run_ids: dict[str, list[str]] = {each.name: [] for each in sources}
         folder = self.settings.artifacts_dir / new_run_id("interleaved")
         with tempfile.TemporaryDirectory(prefix="nsa-turns-") as scratch:
-            for turn in range(1, self.number + 1):
-                for each in sources:
-                    say(f"turn {turn} of {self.number}: {each.name}")
-                    journals = folder / each.name / str(turn)
-                    code, interrupted = _take(self, each, journals, f"sqlite:///{scratch}/{each.name}.db")
+            for turn, each in product(range(1, self.number + 1), sources):
+                say(f"turn {turn} of {self.number}: {each.name}")
+                journals = folder / each.name / str(turn)
+                try:
+                    code = self._drive(each, journals, f"sqlite:///{scratch}/{each.name}.db")
+                finally:
                     for journal in journals.glob(f"*/{NAME}"):
                         importer.import_file(store, journal)
                         run_ids[each.name].append(journal.parent.name)
-                    if interrupted:
-                        raise KeyboardInterrupt
-                    if code not in (0, 1):  # 1: a point failed, which the comparison says
-                        problem = f"the sources of {each.name} cannot measure it (exit code {code}, see above)"
-                        raise UserError(f"SPEC: {str(self.spec)!r}: {problem}")
+                if code not in (0, 1):  # 1: a point failed, which the comparison says
+                    problem = f"the sources of {each.name} cannot measure it (exit code {code}, see above)"
+                    raise UserError(f"SPEC: {str(self.spec)!r}: {problem}")
         return [Side(name, tuple(found), pooled=True) for name, found in run_ids.items()]
 
-
-def _take(turns: Turns, sources: Sources, journals: Path, database: str) -> tuple[int, bool]:
-    """The exit code of a turn's driver, and whether a signal came, upon which the driver ends its run."""
-    stored = {"NSA_DATABASE_URL": database, "NSA_ARTIFACTS": str(journals)}
-    stored["NSA_ARTIFACT_STORE"] = turns.settings.artifact_store_url
-    before = os.environ.get("PYTHONPATH")
-    path = {"PYTHONPATH": os.pathsep.join([str(sources.folder), *([before] if before else [])])}
-    path["PYTHONSAFEPATH"] = "1"  # not the sources in the current folder
-    told = {"NSA_WEBHOOK": ""}  # nobody waits for a turn
-    variables = {**os.environ, **stored, **path, **told, **sources.state.variables}
-    variables.pop("RAY_JOB_CONFIG_JSON_ENV_VAR", None)  # a turn is no job of its own
-    options = [item for each in turns.overrides for item in ("--set", each)]
-    command = [sys.executable, "-m", "jobs", str(turns.spec), *options, "--local"]
-    signals: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        signals.append(number)
-        # Ctrl-C and `ray job stop` reach the driver as well, and the same signal again would kill it.
-        if driver is not None:
-            driver.send_signal(signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM)
-
-    driver: subprocess.Popen[bytes] | None = None
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    def _drive(self, sources: Sources, journals: Path, database: str) -> int:
+        """The exit code of a turn's driver, which ends its run upon Ctrl-C."""
+        path = [str(sources.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            **os.environ,
+            "NSA_DATABASE_URL": database,
+            "NSA_ARTIFACTS": str(journals),
+            "NSA_ARTIFACT_STORE": self.settings.artifact_store_url,
+            "NSA_WEBHOOK": "",  # nobody waits for a turn
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONSAFEPATH": "1",  # not the sources in the current folder
+            **sources.state.variables,
+        }
+        variables.pop("RAY_JOB_CONFIG_JSON_ENV_VAR", None)  # a turn is no job of its own
+        options = [item for each in self.overrides for item in ("--set", each)]
+        command = [sys.executable, "-m", "jobs", str(self.spec), *options, "--local"]
         driver = subprocess.Popen(command, env=variables)
-        return driver.wait(), bool(signals)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        try:
+            return driver.wait()
+        except KeyboardInterrupt:
+            # Ctrl-C and `ray job stop` reach the driver as well, and the same signal again would kill it.
+            driver.send_signal(signal.SIGHUP)
+            driver.wait()
+            raise
 
 
 def today() -> Sources:
@@ -157,43 +152,33 @@ def bisect(
     Each commit is measured in turns with `good`. Raises UserError: there are no commits between the two.
     """
     good, bad = commit_of("GOOD", good), commit_of("BAD", bad)
-    if good == bad:
-        raise UserError(f"BAD: {bad[:7]}: is GOOD itself, with no commits between the two; name a later one")
     listed = git(SOURCES, "rev-list", "--reverse", "--first-parent", "--ancestry-path", f"{good}..{bad}")
     commits = [good, *listed.stdout.decode().split()]
-    if commits[-1] != bad:
+    if good == bad or commits[-1] != bad:
         raise UserError(f"GOOD: {good[:7]}: is no earlier commit than {bad[:7]}; name an ancestor of it")
 
-    def cells(commit: str, number: int = turns.number) -> Mapping[object, Compared]:
-        with sources_at({"GOOD": good, "BAD" if commit == bad else "commit": commit}) as sources:
-            more = Turns(turns.settings, turns.spec, turns.overrides, number)
-            sides = more.measure(store, sources)
-        [found] = compare(store, sides[0], sides[1:], metric, threshold)
-        if commit == bad:
-            first = found.cells[0]
-            where = " ".join(filter(None, coordinates(first.cell).values()))
-            say(f"{bad[:7]}: {word(first.change, found.quantity)}, {first.ratio:.3f}: {where}")
-        return {each.cell: each for each in found.cells}
+    def compared(commit: str) -> Comparison:
+        with sources_at({"GOOD": good, "BAD": commit}) as sources:
+            sides = turns.measure(store, sources)
+        return compare(store, sides[0], sides[1:], metric, threshold)[0]
 
-    worse = (Change.FAILED, Change.WORSE)
-    worst = next(iter(cells(bad).values()))
+    at_bad, worse = compared(bad), (Change.FAILED, Change.WORSE)
+    worst = at_bad.cells[0]
+    where = " ".join(filter(None, coordinates(worst.cell).values()))
+    say(f"{bad[:7]}: {word(worst.change, at_bad.quantity)}, {worst.ratio:.3f}: {where}")
     if worst.change not in worse:
         return [], None
-    untold: set[str] = set()
-    low, high = 0, len(commits) - 1
-    while between := [place for place in range(low + 1, high) if commits[place] not in untold]:
+    low, high, untold = 0, len(commits) - 1, set()
+    while between := [place for place in range(low + 1, high) if place not in untold]:
         middle = between[len(between) // 2]
-        found, problem = None, "lacks the cell"
-        for number in (turns.number, 2 * turns.number):
-            try:
-                found = cells(commits[middle], number).get(worst.cell)
-            except UserError as err:
-                problem = str(err)
-            if found is None or found.change is not Change.AMBIGUOUS:
-                break
-        say(f"{commits[middle][:7]}: {f'{found.change}, {found.ratio:.3f}' if found else problem}")
+        found, result = None, "lacks the cell"
+        try:
+            found = next((each for each in compared(commits[middle]).cells if each.cell == worst.cell), None)
+        except UserError as err:
+            result = str(err)
+        say(f"{commits[middle][:7]}: {f'{found.change}, {found.ratio:.3f}' if found else result}")
         if found is None or found.change in (Change.AMBIGUOUS, Change.LACKING):
-            untold.add(commits[middle])
+            untold.add(middle)
         elif found.change in worse:
             high = middle
         else:

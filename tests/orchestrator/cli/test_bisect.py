@@ -84,5 +84,5 @@ def test_the_commit_of_a_slowdown_is_found_and_those_that_cannot_be_told_are_nam
     done = nsa("bisect", commits[0], commits[2], "fake.yaml")
     assert (done.code, done.out.splitlines()[-1][:24]) == (3, "no cell is proven worse ")
     assert nsa("bisect", commits[2], commits[0], "fake.yaml").err.startswith("error: GOOD: ")
-    assert nsa("bisect", commits[2], commits[2], "fake.yaml").err.startswith("error: BAD: ")
+    assert nsa("bisect", commits[2], commits[2], "fake.yaml").err.startswith("error: GOOD: ")
     assert nsa("bisect", commits[2], "nonsense", "fake.yaml").err.startswith("error: BAD: 'nonsense': is none of ")

@@ -33,7 +33,7 @@ def note(number, frame):
     signal.signal(number, signal.SIG_DFL)
 
 
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, note)
 for process in (os.getpid(), os.getppid()):  # as `ray job stop` does
     os.kill(process, signal.SIGTERM)
