@@ -43,7 +43,6 @@ ON_CLUSTERS = (  # of Ray
 )
 IN_PROCESSES = (
     "tests/dashboard/test_browser.py",
-    "tests/deploy/test_compose_stack.py",
     "tests/deploy/test_wheel.py",
     "tests/jobs/training/test_checkpoints.py",
     "tests/jobs/training/test_ranks.py",
