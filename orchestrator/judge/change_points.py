@@ -25,17 +25,11 @@ _WEAK = 10  # times as much is enough for a place to be kept until its neighbour
 
 @dataclass(frozen=True)
 class Shift:
-    """A change of the level.
+    """A change of the level: a step if the two places are next to each other, else it crept."""
 
-    Attributes:
-        last, first: the places of the last value before it and of the first one after it; next to each other if it was
-            a step, further apart if it crept.
-        size: the level after it less the level before it.
-    """
-
-    last: int
-    first: int
-    size: float
+    last: int  # the place of the last value before it
+    first: int  # the place of the first value after it
+    size: float  # the level after it less the level before it
 
     @property
     def creeping(self) -> bool:

@@ -70,30 +70,18 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """One run of kind bench.
+    """One run of kind bench. Its figures are by place and implementation, with the environment and the interpreter of
+    which the run has several."""
 
-    Attributes:
-        name: the run's name; its id if several runs of the report share the name.
-        fullest: the pass of the rows and charts: forward+backward if planned, else forward.
-        states: state of each timing point, by place and implementation (with its environment and interpreter, where
-            the run has several), in the order of the run.
-        values: measured values, by place, implementation and metric.
-        routes: the kernels of dense attention that ran, by place and implementation.
-        shares: the time of each branch, by place and implementation, shortest lengths first.
-        peers: the best reported figures of other NSA implementations on the same card, by place and metric.
-        rows: place in the fullest pass and NSA implementation, by layout as in the run, implementation, length.
-        alike: the report's other runs with the same card and the same clean commit.
-    """
-
-    name: str
-    fullest: str
-    states: Mapping[tuple[Place, str], str]
-    values: Mapping[tuple[Place, str, str], float]
-    routes: Mapping[tuple[Place, str], str]
-    shares: Mapping[tuple[Place, str], BranchShares]
-    peers: Mapping[tuple[Place, str], Figure]
-    rows: Sequence[tuple[Place, str]]
-    alike: Sequence[Bench] = ()
+    name: str  # the run's name; its id if several runs of the report share the name
+    fullest: str  # the pass of the rows and charts: forward+backward if planned, else forward
+    states: Mapping[tuple[Place, str], str]  # of the timing points, in the order of the run
+    values: Mapping[tuple[Place, str, str], float]  # by metric, too
+    routes: Mapping[tuple[Place, str], str]  # the kernels of dense attention that ran
+    shares: Mapping[tuple[Place, str], BranchShares]  # the time of each branch, shortest lengths first
+    peers: Mapping[tuple[Place, str], Figure]  # best reported of other NSA on the same card, by place and metric
+    rows: Sequence[tuple[Place, str]]  # of NSA in the fullest pass: by layout as in the run, implementation, length
+    alike: Sequence[Bench] = ()  # the report's other runs with the same card and the same clean commit
 
     def dense(self, place: Place) -> Figure | None:
         """The fastest dense attention of this run and the runs in `alike`, with its kernel; None if not measured."""
@@ -122,9 +110,9 @@ def collect(store: Store, run_ids: Iterable[str]) -> list[Bench]:
     if not runs:
         return []
     reported, names = queries.scaling(store, origin=Origin.REPORTED), run_names(runs)
+    benches = [_bench(store, run, reported, names[run["run_id"]]) for run in runs]
     # The card and the commit of each run; a run without them, or with changes, is like no other.
     sources = [(run["gpu"], run["git_commit"]) if not run["git_dirty"] else (None, None) for run in runs]
-    benches = [_bench(store, run, reported, names[run["run_id"]]) for run in runs]
     return [
         replace(one, alike=[b for s, b in zip(sources, benches, strict=True) if b is not one and s == own and all(s)])
         for own, one in zip(sources, benches, strict=True)
@@ -142,11 +130,10 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
         return place, row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
 
     states: dict[tuple[Place, str], str] = {}
-    routes: dict[tuple[Place, str], str] = {}
     for row in points:
         states.setdefault(at(row), row["state"])  # the timing point precedes the point of stages
-        if is_dense(row["implementation"]) and row["route"]:
-            routes[at(row)] = row["route"].get("dense", "")
+    dense = [row for row in points if is_dense(row["implementation"]) and row["route"]]
+    routes = {at(row): row["route"].get("dense", "") for row in dense}
     measured = queries.measurements(store, run_ids=[run["run_id"]]).dropna(subset=_NEEDED)
     values = {(*at(row), row["metric"]): row["value"] for row in measured.to_dict("records")}
     shares = {at({**one.series, "seq_len": one.seq_len, "batch": one.batch}): one for one in branch_shares(measured)}

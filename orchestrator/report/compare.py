@@ -62,17 +62,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell as one side measured it; `gpu` and `route` are what a ratio does not pass over in silence.
-
-    Attributes:
-        apart: how far apart the turns of a pooled side are, as a share of the lowest.
-    """
+    """A cell as one side measured it."""
 
     point_id: str
     samples: Samples
-    gpu: str | None
+    gpu: str | None  # this and the route are what a ratio does not pass over in silence
     route: str
-    apart: float = 0.0
+    apart: float = 0.0  # how far apart the turns of a pooled side are, as a share of the lowest
 
     @property
     def median(self) -> float:
@@ -84,25 +80,17 @@ _NOTHING = Measured("", np.array([math.nan]), None, "")
 
 @dataclass(frozen=True)
 class Compared:
-    """A cell of two sides.
-
-    Attributes:
-        threshold: a ratio beyond 1 ± this is a difference.
-        ratio, low, high: the other side's value divided by the first one's, and its 95 % interval (with fewer than 6
-            samples of a side the range of all quotients); NaN where they are not compared.
-        p: of the Mann-Whitney test; 1 with too few samples.
-        note: what is unlike between the sides, or why the other has no value (NaN).
-    """
+    """A cell of two sides."""
 
     cell: Cell
     first: Measured
     other: Measured
-    threshold: float
-    ratio: float = math.nan
-    low: float = math.nan
+    threshold: float  # a ratio beyond 1 ± this is a difference
+    ratio: float = math.nan  # the other side's value divided by the first one's; NaN where they are not compared
+    low: float = math.nan  # its 95 % interval; with fewer than 6 samples of a side the range of all quotients
     high: float = math.nan
-    p: float = 1.0
-    note: str = ""
+    p: float = 1.0  # of the Mann-Whitney test; 1 with too few samples
+    note: str = ""  # what is unlike between the sides, or why the other has no value (NaN)
     change: Change = Change.AMBIGUOUS
 
 

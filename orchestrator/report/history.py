@@ -51,40 +51,29 @@ _SCATTER = 6.3  # times the median deviation: three standard deviations of a dif
 
 @dataclass(frozen=True)
 class Reading:
-    """A cell as one run measured it.
-
-    Attributes:
-        commit: 7 digits, with a "+" if the sources had changes that the commit does not hold.
-        tools: driver, toolchain and card, by name.
-    """
+    """A cell as one run measured it."""
 
     run_id: str
     point_id: str
     at: datetime
-    commit: str
+    commit: str  # 7 digits, with a "+" if the sources had changes that the commit does not hold
     value: float
     p10: float
     p90: float
     route: str
-    tools: Mapping[str, str]
+    tools: Mapping[str, str]  # driver, toolchain and card, by name
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A change between two readings: the last before it, and the first after it.
-
-    Attributes:
-        ratio: the level after it, divided by that before it.
-        creeping: it came bit by bit, over all readings between the two.
-        doubt: why it may be noise; empty if it is sure.
-    """
+    """A change between two readings: the last before it, and the first after it."""
 
     before: Reading
     after: Reading
-    ratio: float
+    ratio: float  # the level after it, divided by that before it
     change: Change
-    creeping: bool = False
-    doubt: str = ""
+    creeping: bool = False  # it came bit by bit, over all readings between the two
+    doubt: str = ""  # why it may be noise; empty if it is sure
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ def histories(
     """
     better = queries.quantities(store).of(metric).better or Better.LOWER
     every = list(_series(store, metric, name))
-    found = [each for each in every if _words(each.label).issuperset(words)]
+    found = [each for each in every if {*re.split("[ ,=]+", each.label), *each.label.split()}.issuperset(words)]
     if not found:
         field, value = ("WORDS", " ".join(words)) if every else ("--metric", metric)
         problem = "no cell that two runs measured has these words" if every else "no cell was measured by two runs"
@@ -137,16 +126,15 @@ def histories(
     return sorted(changed, key=lambda each: (not each.changes, all(change.doubt for change in each.changes)))
 
 
-def _words(label: str) -> set[str]:
-    return {*re.split("[ ,=]+", label), *label.split()}
-
-
 def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
     """Cells with two or more readings, their changes not looked for yet."""
     frame = queries.readings(store, metric, name)
     frame = frame.loc[frame["value"] > 0]  # a logarithm has no 0
     contents = queries.environments(store, [each for each in frame["environment_id"].unique() if each])
-    tools = {each: _tools(content) for each, content in contents.items()}
+    tools = {
+        each: {_TOOL.sub("", name): str(value) for name, value in flat(content).items() if _TOOL.match(name)}
+        for each, content in contents.items()
+    }
     dates = _commit_dates(frame["git_commit"].dropna().unique().tolist())
     axes = ["kind", *(axis.name for axis in AXES), *more_columns(frame.columns), "gpu"]
     cells: dict[int, list[Mapping[Any, Any]]] = defaultdict(list)
@@ -167,20 +155,16 @@ def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
         names = {key for known, _ in alike for key in known if len({str(each.get(key)) for each, _ in alike}) > 1}
         for known, group in alike:
             if len(group) > 1:
-                readings = [_reading(row, tools.get(row["environment_id"], {})) for row in group]
+                readings = []
+                for row in group:
+                    ids = (row["run_id"], row["point_id"], row["created_at"].to_pydatetime())
+                    commit = (row["git_commit"] or "unknown")[:7] + "+" * bool(row["git_dirty"] == 1)
+                    value = (row["value"], row["p10"], row["p90"])
+                    own = tools.get(row["environment_id"], {})
+                    readings.append(Reading(*ids, commit, *value, route_of(row), own))
                 readings.sort(key=lambda reading: (dates.get(reading.commit, reading.at), reading.at))
                 settings = ", ".join(f"{key}={known[key]}" for key in sorted(names & known.keys()))
                 yield History(cell_of(group[0]), group[0]["gpu"], settings, tuple(readings))
-
-
-def _reading(row: Mapping[Any, Any], tools: Mapping[str, str]) -> Reading:
-    commit = (row["git_commit"] or "unknown")[:7] + "+" * bool(row["git_dirty"] == 1)
-    ids = (row["run_id"], row["point_id"], row["created_at"].to_pydatetime())
-    return Reading(*ids, commit, row["value"], row["p10"], row["p90"], route_of(row), tools)
-
-
-def _tools(environment: Mapping[str, Any]) -> dict[str, str]:
-    return {_TOOL.sub("", key): str(value) for key, value in flat(environment).items() if _TOOL.match(key)}
 
 
 def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:
