@@ -31,7 +31,7 @@ name: resumed
 device: cpu
 seq_len: 32
 batch: 4
-steps: 300
+steps: 150
 checkpoints: {every: 10}
 restarts: 1
 data: {path: TEXT, heldout_batches: 2}

@@ -89,6 +89,8 @@ def test_a_job_of_turns_gets_the_options_holds_one_point_and_gives_its_exit_code
     refused = nsa(*order, "--set", "device=auto")
     assert (refused.code, len(client.jobs)) == (2, 1)
     assert refused.err == "error: device: 'auto': a job of turns must hold what it measures on; use cuda or cpu\n"
+    missing = nsa("compare", "--interleave", SPEC, "--at", "nonsense", "--set", "resources.num_cpus=2")
+    assert missing.err.startswith("error: --at: 'nonsense': is none of the checkout")
 
 
 @pytest.mark.parametrize("stray", [("--turns", "3"), ("--set", "device=cpu"), ("--local",)], ids=lambda each: each[0])

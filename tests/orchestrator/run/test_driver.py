@@ -1,4 +1,4 @@
-"""The driver as a whole, on this machine: resuming, cancelling; tests/e2e/test_ray.py has every failure."""
+"""The driver as a whole, on this machine: how it ends early; tests/e2e/test_ray.py has every failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -54,19 +53,6 @@ def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-test-[0-9a-f]{4}", begun.run_id)
 
 
-# Resuming
-
-
-def test_failed_points_are_measured_again_when_asked(home, spec, tmp_path, quick_probe) -> None:
-    path = spec("pass", f"if not os.path.exists({str(tmp_path / 'mended')!r}): raise ValueError")
-    assert driver.main([str(path), "--local"]) == 1
-    (tmp_path / "mended").touch()
-    assert driver.main([str(path), "--local", "--resume", only_run(home)]) == 1
-    assert driver.main([str(path), "--local", "--resume", only_run(home), "--retry-failed"]) == 0
-    starts = Counter(r.point_id[-1] for r in records(home) if isinstance(r, StartRecord))
-    assert starts == {"0": 1, "1": 2}
-
-
 # Ending early
 
 
@@ -98,7 +84,7 @@ def test_a_hangup_right_after_a_signal_interrupts_no_cleanup(first: signal.Signa
 
 
 @pytest.mark.usefixtures("hangs_up")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGINT: tests/e2e/test_local_training.py
 def test_a_stopped_driver_cancels_the_remaining_points(home, spec, start, number) -> None:
     path = spec("pass", "import time\nwhile True: beat('on'); time.sleep(0.1)", "pass")
     driver = start(path)

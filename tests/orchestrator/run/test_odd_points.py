@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jobs.schema.states import PointState
 from orchestrator.run import driver
 from orchestrator.run.progress import Watcher
@@ -34,7 +36,8 @@ def only_run(home: Path) -> str:
     return path.parent.name
 
 
-def test_no_odd_point_costs_another(home, spec, database_url, new_database, monkeypatch, quick_probe, capsys) -> None:
+@pytest.mark.parametrize("new_database", ["postgres"], indirect=True)
+def test_no_odd_point_costs_another(home, spec, database_url, tmp_path, monkeypatch, quick_probe, capsys) -> None:
     monkeypatch.setenv("NSA_DATABASE_URL", database_url)
     assert run(spec(*ODD)) == 1
     told = capsys.readouterr()
@@ -45,7 +48,7 @@ def test_no_odd_point_costs_another(home, spec, database_url, new_database, monk
     path = home / "artifacts" / run_id / journal.NAME
     assert run("--resume", run_id) == 1
     assert sum(isinstance(record, StartRecord) for record in journal.read(path)) == len(ODD)  # all are settled
-    other = new_database()
+    other = f"sqlite:///{tmp_path}/other.db"
     with Store.open(other) as store:
         importer.import_file(store, path)
     for url in (database_url, other):
