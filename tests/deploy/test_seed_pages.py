@@ -23,9 +23,15 @@ from orchestrator.store import Store, importer, queries, upgrade
 from orchestrator.store import records as rec
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results"
+TEMPLATES = ROOT / "docs" / "results" / "templates" / "seeds"
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 T0 = datetime(2026, 11, 24, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True)
+def _no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page shows what memory a point is predicted to take, which is seconds of work."""
+    monkeypatch.setattr("jobs.measure.call.ModelCase.predicted_bytes", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +48,15 @@ def ready(file: str, settings: Sequence[str]) -> JobSpec:
     return load_spec(READY_SPECS / file, settings)
 
 
-def filled(url: str) -> dict[str, str]:
-    """The pages by name, from what is stored there."""
+def filled(url: str, *pages: str) -> dict[str, str]:
+    """Pages by name, from what is stored there."""
     with Store.open(url, readonly=True) as store:
         run_ids = list(queries.run_ids(store, origin=Origin.MEASURED))
-        return {
-            path.name.removesuffix(".j2"): render(store, path, run_ids, ready)
-            for path in sorted((RESULTS / "templates" / "seeds").glob("[!_]*.j2"))
-        }
+        return {page: render(store, TEMPLATES / f"{page}.j2", run_ids, ready) for page in pages}
 
 
 def test_without_results_every_answer_names_the_spec_that_would_give_it(reported: str) -> None:
-    for name, text in filled(reported).items():
+    for name, text in filled(reported, *(path.stem for path in TEMPLATES.glob("[!_]*.j2"))).items():
         specs = {match[1] for match in re.finditer(r"not measured: `([\w.]+)", text)}
         assert specs, name
         assert not [spec for spec in specs if f"jobs/configs/{spec}" not in text], name
@@ -131,7 +134,7 @@ def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(store
         return PointState.OK, {"forward_memory": 2222.0}
 
     url = stored(run_of("backward_m7c", 1, change=older), run_of("backward_m7c", 2, change=newer))
-    text = filled(url)["backward-hang.md"]
+    text = filled(url, "backward-hang.md")["backward-hang.md"]
     assert "| 512 | 5,165 MiB | 2,222 MiB | 1,111 MiB |" in text
     assert "| 1,024 | hang | hang | 1,111 MiB |" in text
     assert re.search(r"33 of 63 points hung, the first triton all m7c_125m 5 layers S=1024: made hang", text)
@@ -148,7 +151,7 @@ def test_the_newest_run_that_has_a_point_counts_and_a_failure_is_no_number(store
 def test_a_command_submits_what_ran(
     stored: Callable[..., str], spec: str, page: str, settings: tuple[str, ...]
 ) -> None:
-    text = filled(stored(run_of(spec, 1, settings)))[page]
+    text = filled(stored(run_of(spec, 1, settings)), page)[page]
     row = next(line for line in text.splitlines() if line.startswith("| `nsa submit") and "20261124-000001" in line)
     words = shlex.split(row.split("`")[1])
     assert words[2] == f"jobs/configs/{spec}.yaml"

@@ -10,5 +10,5 @@ from ray_clusters import Cluster, running_cluster
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    with running_cluster(cpus=2, gpus=2) as found:
+    with running_cluster(cpus=2, gpus=2, card="A100") as found:
         yield found

@@ -14,6 +14,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class User:
 
     def last(self) -> dict[str, Any]:
         with Store.open(f"sqlite:///{self.home}/nsa/nsa.db", readonly=True) as store:
-            return queries.runs(store, limit=1).to_dict("records")[0]
+            return dict(queries.run(store, queries.runs(store, limit=1)["run_id"][0]) or {})
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,8 @@ def test_two_clusters_answer_keep_their_jobs_and_leave_nothing(user: User, monke
         assert [path.read_text() for path in (user.home / "nsa").glob("**/*.pid.json")] == processes, (
             "it starts nothing"
         )
-        first, second = (_address_in_a_job(one) for one in (user, other))
+        with ThreadPoolExecutor() as pool:
+            first, second = pool.map(_address_in_a_job, (user, other))
         assert first != second
         monkeypatch.setenv("RAY_TMPDIR", str(user.home))
         found = [ray_access.local_address(settings(one)) for one in (user, other)]  # by a driver that is no job
@@ -126,9 +128,8 @@ def test_nsa_submit_waits_and_its_log_stays(user: User) -> None:
     assert (run["ok"], run["failed"]) == (1, 1)
     state = provenance.git_state()
     assert (run["git_commit"], run["git_branch"]) == (state.commit, state.branch)
-    assert provenance.code_hash() in user.run("nsa", "show", "last").stdout
+    assert run["code_hash"] == provenance.code_hash()
     assert "raised on purpose" in user.run("nsa", "logs", "last").stdout
-    assert "Traceback" in user.run("nsa", "logs", "last", "--point", "1").stdout  # the point's own, kept with it
 
 
 def test_ray_job_submit_needs_no_setting_of_its_own_and_cancel_ends_its_run(user: User) -> None:
@@ -147,36 +148,11 @@ def test_ray_job_submit_needs_no_setting_of_its_own_and_cancel_ends_its_run(user
     assert (user.last()["ok"], user.last()["cancelled"]) == (1, 2)
 
 
-GATES = """
-hardware:
-  - {name: cpu, title: CPU, gpus: 0}
-  - {name: 1x-h100, title: 1× H100, gpu: "*H100*", gpus: 1, architecture: sm90, accelerator: H100}
-targets:
-  - name: quick
-    title: a point is measured
-    hardware: [1x-h100, cpu]
-    rules:
-      - {rule: wrong, title: its spec is wrong, kind: states, where: {job: decode}, measure: {
-          spec: demo.yaml, set: ["implementations=[triton]"]}}
-      - {rule: measured, title: no point failed, kind: states, where: {job: scaling}, measure: {
-          spec: demo.yaml, set: ["lengths=[64]", "implementations=[chunked]", "passes=[forward]", timing.min_s=0]}}
-      - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: no job kind yet}
-"""
-
-
-def test_resolve_runs_what_this_cluster_can_and_judges(user: User, tmp_path: Path) -> None:
-    (tmp_path / "gates.yaml").write_text(GATES)
-    dry = user.run("nsa", "resolve", "quick", "--gates", str(tmp_path / "gates.yaml"), "--dry-run")
+def test_resolve_asks_the_cluster_for_its_nodes(user: User) -> None:
+    dry = user.run("nsa", "resolve", "linear-scaling", "--dry-run")
     assert dry.returncode == 3, dry.stdout + dry.stderr
-    assert dry.stdout.count("would run: nsa submit jobs/configs/demo.yaml") == 2
-    done = user.run("nsa", "resolve", "quick", "--gates", str(tmp_path / "gates.yaml"))
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert (user.last()["kind"], user.last()["ok"]) == ("scaling", 1)  # run after the wrong one
-    assert re.search(r"^failed \(implementations.*triton", done.stdout, re.MULTILINE)
-    assert "needs a node with 1× H100; this cluster has no GPU" in done.stdout
-    assert "no command settles soaked on CPU: no job kind yet" in done.stdout
-    assert re.search(r"^ +CPU +UNKNOWN", done.stdout, re.MULTILINE)
-    assert "On CPU: open: wrong, soaked." in done.stdout  # but not `measured`, which it has settled
+    assert dry.stdout.count("would run: nsa submit jobs/configs/demo.yaml") == 1
+    assert "needs a node with 1× H100; this cluster has no GPU" in dry.stdout
 
 
 # Those who share the host
@@ -285,12 +261,11 @@ def _as_nobody(attack: Callable[[], object]) -> str:
 
 
 def test_a_job_with_another_token_is_refused(user: User, tmp_path: Path) -> None:
-    token = {"RAY_AUTH_TOKEN": "b" * 64}
-    address = ("--address", user.env["NSA_RAY_DASHBOARD"])
-    plain = user.run("ray", "job", "submit", *address, "--", "id", HOME=str(tmp_path), RAY_AUTH_MODE="token", **token)
-    assert plain.returncode != 0
-    assert "Authentication" in plain.stdout + plain.stderr
-    ours = user.run("nsa", "submit", "--no-wait", "jobs/configs/drill.yaml", HOME=str(tmp_path), **token)
+    token = "b" * 64
+    url = f"{user.env['NSA_RAY_DASHBOARD']}/api/jobs/"
+    with pytest.raises(urllib.error.HTTPError, match=r"401|403"):
+        urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"}), timeout=10)
+    ours = user.run("nsa", "submit", "--no-wait", DRILL, HOME=str(tmp_path), RAY_AUTH_TOKEN=token)
     assert ours.returncode == 2
     assert re.fullmatch(r"error: RAY_AUTH_TOKEN: the cluster at \S+ asks for another token .*\n", ours.stderr)
 

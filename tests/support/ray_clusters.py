@@ -52,12 +52,13 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(cpus: int, gpus: int = 0) -> Iterator[Cluster]:
-    """A cluster of one node with pretended GPUs."""
+def running_cluster(cpus: int, gpus: int, card: str) -> Iterator[Cluster]:
+    """A cluster of one node with pretended GPUs of a type."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
     names = ["port", "dashboard-port", *NODE_PORTS]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = ["ray", "start", "--head", "--block", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"]
+    command += [f'--resources={{"accelerator_type:{card}": 1}}']
     command += ["--disable-usage-stats", "--object-store-memory=100000000", "--no-monitor"]  # there is no autoscaler
     command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
     found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
@@ -127,19 +128,20 @@ def stop_node(node: subprocess.Popen[bytes], patience_s: float = 20) -> None:
 def _answers(cluster: Cluster) -> bool:
     """Whether jobs can be submitted and the head's own node is there."""
     try:
-        return isinstance(_asked(cluster, "/api/jobs/"), list) and _living_nodes(cluster) == 1
+        return isinstance(asked_for(cluster, "/api/jobs/"), list) and _living_nodes(cluster) == 1
     except OSError:
         return False
 
 
 def _living_nodes(cluster: Cluster) -> int:
     """The number of nodes that live, as the head tells."""
-    found = _asked(cluster, "/api/v0/nodes")["data"]["result"]["result"]
+    found = asked_for(cluster, "/api/v0/nodes")["data"]["result"]["result"]
     return sum(node["state"] == "ALIVE" for node in found)
 
 
-def _asked(cluster: Cluster, path: str) -> Any:
+def asked_for(cluster: Cluster, path: str, method: str = "GET") -> Any:
     """The answer of the cluster's HTTP server; a client of Ray's would take seconds of the processor to start."""
     token = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
-    with urllib.request.urlopen(urllib.request.Request(cluster.dashboard + path, headers=token), timeout=30) as answer:
+    request = urllib.request.Request(cluster.dashboard + path, headers=token, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from nsa_command import Nsa
+from quick_driver import MACHINE
 from statements import verdicts_of
 
 from jobs.specs.load import load_spec
+from orchestrator.cli import submission
+from orchestrator.execute.local import LocalExecutor
 from orchestrator.judge.rules import READY_SPECS, load_gates
+from orchestrator.run import driver
+from orchestrator.settings import Settings
 from orchestrator.store import Store
 from orchestrator.store.records import MetricData, OutcomeRecord
 
 H200 = "NVIDIA H200"
+GATES = """
+hardware:
+  - {name: cpu, title: CPU, gpus: 0}
+  - {name: 1x-h100, title: 1× H100, gpu: "*H100*", gpus: 1, architecture: sm90, accelerator: H100}
+targets:
+  - name: quick
+    title: a point is measured
+    hardware: [1x-h100, cpu]
+    rules:
+      - {rule: wrong, title: its spec is wrong, kind: states, where: {job: decode}, measure: {
+          spec: demo.yaml, set: ["implementations=[triton]"]}}
+      - {rule: measured, title: no point failed, kind: states, where: {job: scaling}, measure: {
+          spec: demo.yaml, set: ["lengths=[64]", "implementations=[chunked]", "passes=[forward]", timing.min_s=0]}}
+      - {rule: soaked, title: none can, kind: states, where: {job: soak}, measure: no job kind yet}
+"""
 
 
 @pytest.fixture
@@ -79,3 +101,25 @@ def test_resolve_needs_a_cluster_and_a_target(nsa: Nsa):
     code, _, err = nsa("resolve", "linear-scaling/tpu")
     assert code == 2
     assert "target: 'linear-scaling/tpu' is unknown; use one of m7c-125m, m7c-125m/1x-a100," in err
+
+
+def test_resolve_runs_what_the_cluster_can_and_judges(nsa: Nsa, home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its jobs are runs on this machine."""
+
+    def submit(settings: Settings, spec: Path, overrides: Sequence[str]) -> str:
+        assert driver.main([str(spec), *submission.set_options(overrides), "--local"]) == 0
+        return "raysubmit_1"
+
+    monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: MACHINE})
+    monkeypatch.setattr(submission, "cluster_nodes", lambda settings: [{"CPU": 2.0}])
+    monkeypatch.setattr(submission, "submit", submit)
+    monkeypatch.setattr(submission, "follow", lambda *_: "SUCCEEDED")
+    (home / "rules.yaml").write_text(GATES)
+    code, out, _ = nsa("resolve", "quick", "--gates", str(home / "rules.yaml"))
+    assert code == 3
+    assert re.search(r"^failed \(implementations.*triton", out, re.MULTILINE)
+    assert re.search(r"^done: nsa submit jobs/configs/demo.yaml", out, re.MULTILINE), "after the wrong one"
+    assert "needs a node with 1× H100; this cluster has no GPU" in out
+    assert "no command settles soaked on CPU: no job kind yet" in out
+    assert re.search(r"^ +CPU +UNKNOWN", out, re.MULTILINE)
+    assert "On CPU: open: wrong, soaked." in out  # but not `measured`, which it has settled
