@@ -87,19 +87,22 @@ class Facts:
         return charts
 
     def tables(self) -> Iterable[Table]:
-        yield self._runs()
+        on_cpu = set(self.points.loc[self.points["device"] == "cpu", "run_id"])
+        rows = []
+        for run in self.runs:
+            about = [run["run_id"], run["kind"], run["origin"], run_in_words(run), f"{run['ok']} of {run['points']} ok"]
+            device = run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")
+            commit = (run["git_commit"] or "")[:10] + " with changes" * bool(run["git_commit"] and run["git_dirty"])
+            rows.append([*about, device, f"{run['created_at']:%Y-%m-%d %H:%M} UTC", commit])
+        note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
+        yield Table("Runs", note, ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
         yield from bench.tables(self.benches)
         yield from _verdicts(self.verdicts)
-        if self.general:
-            fits = [fit for fit in self.fits if fit.run_id in self.general]
-            note = (
-                f"{bench.GROWTH} It rests on the longest range up to the longest length on which it holds (one on "
-                "which it is exact comes first), and has no overhead where the information criterion prefers that."
-            )
-            yield Table.of("Scaling", note, [_fit(self.names[fit.run_id], fit) for fit in fits])
-            yield self._results()
-            yield _beside_reported(*self.beside)
+
         general, roles = self.metrics["run_id"].isin(self.general), self.metrics["role"]
+        if self.general:
+            yield from self._growth_and_results(self.metrics.loc[general & (roles == Role.HEADLINE)])
+            yield _beside_reported(*self.beside)
         shown = {
             "Stages": general & (roles == Role.STAGE),
             "Further quantities": roles == Role.DETAIL,
@@ -108,46 +111,11 @@ class Facts:
         for title, chosen in shown.items():
             if chosen.any():
                 yield points_table(title, self.metrics.loc[chosen], self.quantities, self.names)
-        yield from self._states()
-        for number, environment in enumerate(self.environments, 1):
-            title = "Environment" if len(self.environments) == 1 else f"Environment {number}"
-            yield Table(title, "", ["what", "value"], sorted(environment.items()))
-        yield self._methods()
 
-    def _runs(self) -> Table:
-        on_cpu = set(self.points.loc[self.points["device"] == "cpu", "run_id"])
-        columns = ["run", "kind", "origin", "state", "points", "device", "started", "commit"]
-        rows = []
-        for run in self.runs:
-            device = run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")
-            commit = (run["git_commit"] or "")[:10] + " with changes" * bool(run["git_commit"] and run["git_dirty"])
-            about = [run["run_id"], run["kind"], run["origin"], run_in_words(run)]
-            started = f"{run['created_at']:%Y-%m-%d %H:%M} UTC"
-            rows.append([*about, f"{run['ok']} of {run['points']} ok", device, started, commit])
-        note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
-        return Table("Runs", note, columns, rows)
-
-    def _results(self) -> Table:
-        headline = self.metrics.loc[self.metrics["run_id"].isin(self.general) & (self.metrics["role"] == Role.HEADLINE)]
-        places = {name: self.quantities.place(name) for name in set(headline["metric"])}
-        order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
-        ordered = headline.sort_values(order, key=lambda by: by.map(places) if by.name == "metric" else by)
-        columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
-        rows = []
-        for row in ordered.to_dict("records"):
-            value = readable(row["value"])
-            if not pd.isna(row["ci_low"]):
-                value += f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"
-            where = [self.names[row["run_id"]], str(row["implementation"]), str(row["pass"]), full_shape(row)]
-            rows.append([*where, _whole(row["seq_len"]), _whole(row["batch"]), row["metric"], value, row["unit"]])
-        note = "The whole batch; brackets hold the interval of the median, of six samples or more."
-        return Table("Results", note, columns, rows)
-
-    def _states(self) -> Iterable[Table]:
         axes, points = ["implementation", "pass"], self.points
         counted = points.groupby(axes, dropna=False)["state"].value_counts().unstack(fill_value=0)
         states = [state.value for state in PointState if state.value in counted.columns]
-        counted = counted[states].reset_index().astype(object).fillna("").astype(str)
+        counted = pd.DataFrame(counted[states]).reset_index().astype(object).fillna("").astype(str)
         yield Table("Points by state", "", [*axes, *states], counted.to_numpy().tolist())
         rows = [
             [self.names[row["run_id"]], str(row["label"]), str(row["state"]), str(row["reason"] or "")]
@@ -155,22 +123,49 @@ class Facts:
         ]
         note = "A state other than ok carries no number."
         yield Table("Points without a result", note, ["run", "point", "state", "reason"], rows)
+        for number, environment in enumerate(self.environments, 1):
+            title = "Environment" if len(self.environments) == 1 else f"Environment {number}"
+            yield Table(title, "", ["what", "value"], sorted(environment.items()))
 
-    def _methods(self) -> Table:
-        """Table of measurement methods; methods that differ only in numbers share a row, and so do all stages."""
+        # Methods that differ only in numbers share a row, and so do all stages.
         named = self.metrics.loc[self.metrics["method"] != "", ["metric", "unit", "method"]]
-        alike: dict[tuple[str, str, str, str], list[str]] = {}
+        alike: dict[tuple[str, str, str, str], dict[str, None]] = {}
         for row in named.drop_duplicates().sort_values("metric").to_dict("records"):
             declared = self.quantities.of(row["metric"], row["unit"])
-            family = declared.role is Role.STAGE
-            metric, title = ("stage_*", "Stage") if family else (row["metric"], declared.title)
-            shown = alike.setdefault((metric, title, row["unit"], re.sub(r"\d+", "0", row["method"])), [])
-            shown += [row["method"]] if row["method"] not in shown else []
-        rows = [
-            [metric, title, unit, methods[0] + (f" (and {len(methods) - 1} with other numbers)" if methods[1:] else "")]
-            for (metric, title, unit, _), methods in alike.items()
+            metric, title = ("stage_*", "Stage") if declared.role is Role.STAGE else (row["metric"], declared.title)
+            alike.setdefault((metric, title, row["unit"], re.sub(r"\d+", "0", row["method"])), {})[row["method"]] = None
+        rows = []
+        for (*about, _), (method, *others) in alike.items():
+            rows.append([*about, method + (f" (and {len(others)} with other numbers)" if others else "")])
+        yield Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
+
+    def _growth_and_results(self, headline: pd.DataFrame) -> Iterable[Table]:
+        """Fits and headline figures of all runs but those of kind bench."""
+        note = (
+            f"{bench.GROWTH} It rests on the longest range up to the longest length on which it holds (one on "
+            "which it is exact comes first), and has no overhead where the information criterion prefers that."
+        )
+        fits = [
+            {"run": self.names[fit.run_id], "origin": fit.series["origin"]}
+            | {name: str(fit.series[name]) for name in ("implementation", "pass")}
+            | {"shape": full_shape(fit.series), "metric": fit.metric, **bench.law_cells(fit, fit.local)}
+            for fit in self.fits
+            if fit.run_id in self.general
         ]
-        return Table("How it was measured", "", ["metric", "what it is", "unit", "method"], rows)
+        yield Table.of("Scaling", note, fits)
+        places = {name: self.quantities.place(name) for name in set(headline["metric"])}
+        order = ["run_id", "metric", "pass", "implementation", "seq_len", "env", "python"]
+        ordered = headline.sort_values(order, key=lambda by: by.map(places) if by.name == "metric" else by)
+        rows = []
+        for row in ordered.to_dict("records"):
+            value = readable(row["value"])
+            if not pd.isna(row["ci_low"]):
+                value += f" ({readable(row['ci_low'])} to {readable(row['ci_high'])})"
+            where = [self.names[row["run_id"]], str(row["implementation"]), str(row["pass"]), full_shape(row)]
+            rows.append([*where, _whole(row["seq_len"]), _whole(row["batch"]), row["metric"], value, row["unit"]])
+        columns = ["run", "implementation", "pass", "shape", "S", "batch", "metric", "value (95 % interval)", "unit"]
+        note = "The whole batch; brackets hold the interval of the median, of six samples or more."
+        yield Table("Results", note, columns, rows)
 
 
 def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
@@ -195,18 +190,6 @@ def _verdicts(verdicts: Sequence[TargetVerdict]) -> Iterable[Table]:
         note = "These runs are evidence for no rule there; `nsa plan` lists the commands that would settle them."
         rows = [[name, ", ".join(titles) or "any"] for name, titles in nothing.items()]
         yield Table("No verdict", note, ["decision", "hardware"], rows)
-
-
-def _fit(run: str, fit: Fit) -> dict[str, str]:
-    return {
-        "run": run,
-        "origin": fit.series["origin"],
-        "implementation": str(fit.series["implementation"]),
-        "pass": str(fit.series["pass"]),
-        "shape": full_shape(fit.series),
-        "metric": fit.metric,
-        **bench.law_cells(fit, fit.local),
-    }
 
 
 def _beside_reported(ours: pd.DataFrame, reported: pd.DataFrame) -> Table:
