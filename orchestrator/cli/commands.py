@@ -40,9 +40,7 @@ _STATUS_LINES = 20  # of a section
 _TARGET = "TARGET, or TARGET/HARDWARE"
 _SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
 
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="run id, a unique beginning of one, its Ray job's id, or 'last'")
-]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="id, a unique beginning of one, its Ray job's, or 'last'")]
 Runs = Annotated[list[str] | None, typer.Argument(metavar="RUN", help="run ids, or 'last'; none: all measured runs")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key of the spec")]
 Metric = Annotated[str, typer.Option(help="the quantity")]
@@ -117,26 +115,18 @@ def init(folder: Annotated[Path, typer.Argument(help="folder to write to; it is 
     say(f"wrote {len(specs) - len(kept)} specs to {folder}/")
     if kept:
         say(f"kept your own: {', '.join(kept)}")
-    _ignore_env(Path(".rayignore"))
-    spec = folder / "demo.yaml"
-    say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
-
-
-def _ignore_env(rayignore: Path) -> None:
-    """Have Ray leave .env, which may hold secrets, out of what it sends of this folder."""
+    rayignore = Path(".rayignore")  # Ray leaves .env, which may hold secrets, out of what it sends of this folder
+    text = b"# Not sent by `ray job submit --working-dir`: secrets stay here.\n"
     try:
-        if not os.path.lexists(rayignore):
-            rayignore.write_text("# Not sent by `ray job submit --working-dir`: secrets stay here.\n.env\n")
-        else:
-            text = rayignore.read_bytes()
-            if {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
-                return
-            with rayignore.open("ab") as file:
-                file.write(b".env\n" if not text or text.endswith(b"\n") else b"\n.env\n")
-        say(f"{rayignore}: now has the line .env; `ray job submit` does not send .env")
+        text = rayignore.read_bytes() if os.path.lexists(rayignore) else text
+        if not {b".env", b"/.env"} & {line.rstrip() for line in text.splitlines()}:
+            rayignore.write_bytes(text + (b"" if text.endswith(b"\n") or not text else b"\n") + b".env\n")
+            say(f"{rayignore}: now has the line .env; `ray job submit` does not send .env")
     except OSError as err:
         line = "add the line .env to it, or `ray job submit --working-dir .` sends .env with its secrets"
         terminal.warn(f"warning: {rayignore}: cannot be written ({err.strerror}); {line}")
+    spec = folder / "demo.yaml"
+    say(f"next:\n  nsa submit {spec} --dry-run\n  nsa up\n  nsa submit {spec}\n  nsa report last")
 
 
 @app.command()
@@ -249,8 +239,7 @@ def submit(
         raise typer.Exit(driver.main([*args, "--dry-run", *again]))
     driver.check([*args, *labels])
     job = submission.submit(settings, spec, overrides or [], [*again, *labels])
-    if wait:
-        raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+    raise typer.Exit(int(wait and submission.follow(settings, job) != 0))
 
 
 @app.command()
@@ -279,8 +268,7 @@ def rerun(
             raise typer.Exit(driver.main([str(spec), "--local", *words]))
         driver.check([str(spec), *words])
         job = submission.submit(settings, spec, (), words)
-    if wait:
-        raise typer.Exit(0 if submission.follow(settings, job) == "SUCCEEDED" else 1)
+    raise typer.Exit(int(wait and submission.follow(settings, job) != 0))
 
 
 @app.command()
@@ -413,11 +401,10 @@ def artifacts(
             lookup.find_point(store, run_id, point)
         files = queries.files(store, run_id, point).to_dict("records")
         run_row = queries.run(store, run_id) or {}
-    rows = [
-        (str(f["point"]), str(f["attempt"]), console.file_name(f["name"]), str(f["size"]), f["sha256"]) for f in files
-    ]
+    columns = ["point", "attempt", "name", "size", "sha256"]
+    rows = [[in_a_line(file[name], 100) for name in columns] for file in files]
     if rows:
-        console.table("Files", ["point", "attempt", "name", "bytes", "sha256"], rows)
+        console.table("Files", columns, rows)
     else:
         say("no files were kept")
     if out is None:
@@ -442,9 +429,7 @@ def cancel(run: Run) -> None:
 
 @app.command()
 def diagnose(
-    attach: Annotated[
-        str | None, typer.Option(metavar="RUN", help="a run that is running, as id, beginning of one, or 'last'")
-    ] = None,
+    attach: Annotated[str | None, typer.Option(metavar="RUN", help="id of a running run, or 'last'")] = None,
     point: Annotated[int | None, typer.Option(help="index of one running point; default: all")] = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="time to watch the processes for")] = 3.0,
 ) -> None:
@@ -468,12 +453,8 @@ def diagnose(
 def report(
     runs: Runs = None,
     format: Annotated[Formats, typer.Option(help="what to print; --out decides by its suffix")] = "md",
-    out: Annotated[
-        Path | None, typer.Option(help="write here (.md with its charts beside it, .html, .csv, .json)")
-    ] = None,
-    template: Annotated[
-        Path | None, typer.Option(help="a report of your own: a Jinja file (docs/reports.md), or a folder of them")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write here: .md (charts beside it), .html, .csv, .json")] = None,
+    template: Annotated[Path | None, typer.Option(help="your own: a Jinja file or a folder (docs/reports.md)")] = None,
 ) -> None:
     """Write the report of runs: scaling fits, comparison with reported figures, verdicts, environment."""
     from jobs.specs.load import load_spec
@@ -506,9 +487,7 @@ def compare(
     metric: Metric = "time",
     threshold: Threshold = 2.0,
     format: Annotated[Literal["text", "md"], typer.Option(help="md: Markdown, for a pull request")] = "text",
-    interleave: Annotated[
-        Path | None, typer.Option(metavar="SPEC", help="measure this spec now, with --at COMMIT's sources and today's")
-    ] = None,
+    interleave: Annotated[Path | None, typer.Option(metavar="SPEC", help="measure it now, in turns with --at")] = None,
     at: Annotated[str | None, typer.Option(metavar="COMMIT", help="the commit to hold today's sources against")] = None,
     turns: OfTurns = None,
     overrides: Overrides = None,
@@ -533,7 +512,7 @@ def compare(
         if not local:
             more = ["--metric", metric, "--threshold", str(threshold), "--format", format]
             job = submission.submit_turns(settings, interleave, at, overrides or (), turns or _TURNS, more)
-            raise typer.Exit(submission.follow_turns(settings, job))
+            raise typer.Exit(submission.follow(settings, job))
         named = {"--at": at}
         with lookup.open_store(settings, create=True, readonly=False) as store, turning.sources_at(named) as sources:
             order = turning.Turns(settings, interleave, overrides or (), turns or _TURNS)
@@ -579,9 +558,7 @@ def bisect(
 
 @app.command()
 def history(
-    words: Annotated[
-        list[str] | None, typer.Argument(help="only cells with these words, e.g. triton forward 12/2 2048; none: all")
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="only cells with these, e.g. triton forward 2048")] = None,
     metric: Metric = "time",
     name: Annotated[str | None, typer.Option(help="only runs of this name, as `nsa runs` lists them")] = None,
     threshold: Threshold = 2.0,
@@ -671,13 +648,13 @@ def resolve(
 
 def _decide(settings: Settings, rules: Gates) -> list[Decision]:
     """The decisions by what is stored; before anything was, by nothing."""
+    from orchestrator.cli import lookup
     from orchestrator.judge.decisions import decisions
     from orchestrator.judge.verdicts import evaluate, judge
-    from orchestrator.store import Store
 
     if settings.no_database_yet:
         return decisions(rules, judge([], rules))
-    with Store.open(settings.database, create=False, readonly=True) as store:
+    with lookup.open_store(settings) as store:
         return decisions(rules, evaluate(store, rules))
 
 
@@ -697,16 +674,8 @@ def reference_data() -> list[Path]:
 
 @app.command("import")
 def import_(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE", help="journal (.jsonl, .jsonl.gz), or CSV of reported results"),
-    ] = None,
-    reference: Annotated[
-        bool,
-        typer.Option(
-            "--reference", help="what comes with this package: our own GPU runs, and figures that others report"
-        ),
-    ] = False,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="journals, or CSVs of reports")] = None,
+    reference: Annotated[bool, typer.Option("--reference", help="our GPU runs, and what others report")] = False,
 ) -> None:
     """Store journals of runs made elsewhere, or results that others report."""
     from orchestrator.cli import lookup
@@ -730,9 +699,7 @@ def import_(
 def export(
     out: Annotated[Path | None, typer.Option(help="file to write: .csv or .json")] = None,
     runs: Runs = None,
-    journal: Annotated[
-        bool, typer.Option("--journal", help="write the journal of one run again, for --resume; --out: elsewhere")
-    ] = False,
+    journal: Annotated[bool, typer.Option("--journal", help="the journal of one run again, for --resume")] = False,
 ) -> None:
     """Write the stored results of runs, one row a metric, or the journal of one that has lost it."""
     from orchestrator.cli import lookup

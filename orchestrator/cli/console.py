@@ -84,12 +84,12 @@ def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) ->
     else:
         out.print("no metrics: only points that are ok have any")
     for file in files.to_dict("records"):
-        out.print(f"artifact: {file_name(file['name'])}")
+        out.print(f"artifact: {in_a_line(file['name'], 100)}")
 
 
 def artifacts(files: pd.DataFrame) -> None:
     for f in files.to_dict("records"):
-        out.rule(Text(file_name(f["name"]) + (" (its end)" if f["truncated"] else "")))
+        out.rule(Text(in_a_line(f["name"], 100) + (" (its end)" if f["truncated"] else "")))
         out.print(f"not stored as text; see {f['path']}" if pd.isna(f["content"]) or not f["content"] else f["content"])
     if files.empty:
         out.print("this point has no artifacts")
@@ -118,11 +118,6 @@ def cost(step: Step) -> str:
         return f"{gpus}; duration {step.basis}"
     price = "" if step.cost is None else f", ${step.cost:.2f}"
     return f"{gpus}, about {max(1, round(step.minutes))} min{price} ({step.basis})"
-
-
-def file_name(name: str) -> str:
-    """A file's name in ASCII, at most 100 characters: an imported journal may hold any text."""
-    return ascii(name if len(name) <= 100 else f"{name[:97]}...")[1:-1]
 
 
 def _fields(row: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ from orchestrator.store.store import LeaseHeld
 from orchestrator.terminal import say, warn
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobStatus, JobSubmissionClient
+    from ray.job_submission import JobSubmissionClient
 
 _MOST_NODES = 10_000  # Ray's own limit
 _REASON = 300  # characters
@@ -129,20 +129,13 @@ def log(settings: Settings, submission_id: str, *, follow: bool = True) -> Itera
         loop.close()
 
 
-def follow(settings: Settings, submission_id: str) -> JobStatus:
-    """Print the job's log until the job ends. Returns its status."""
+def follow(settings: Settings, submission_id: str) -> int:
+    """Print the job's log until the job ends. Returns the exit code of its driver; 1 if it was stopped."""
     for text in log(settings, submission_id):
         say(text, end="")
     with _answering(f"job: {submission_id!r}"):
-        return _client(settings).get_job_status(submission_id)
-
-
-def follow_turns(settings: Settings, submission_id: str) -> int:
-    """Print the log of a job of `submit_turns` until it ends. Returns its exit code, that of `nsa compare`."""
-    status = follow(settings, submission_id)
-    with _answering(f"job: {submission_id!r}"):
-        code = _client(settings).get_job_info(submission_id).driver_exit_code
-    return 0 if status == "SUCCEEDED" else code or 1
+        job = _client(settings).get_job_info(submission_id)
+    return 0 if job.status == "SUCCEEDED" else job.driver_exit_code or 1
 
 
 def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
@@ -265,8 +258,7 @@ def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = Fals
             try:
                 driver.check([str(spec), *set_options(step.overrides)])
                 job = submit(settings, spec, step.overrides)
-                status = follow(settings, job)
-                end = "done" if status == "SUCCEEDED" else f"failed (job {job} {status.lower()})"
+                end = f"failed (job {job})" if follow(settings, job) else "done"
             except (UserError, SpecError) as err:
                 end = f"failed ({'; '.join(str(err).splitlines())})"
             say(f"{end}: {step.command}")

@@ -62,11 +62,8 @@ class Client:
     async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
         yield "log\n"
 
-    def get_job_status(self, job: str) -> str:
-        return "FAILED"
-
     def get_job_info(self, job: str) -> SimpleNamespace:
-        return SimpleNamespace(driver_exit_code=3)
+        return SimpleNamespace(status="FAILED", driver_exit_code=3)
 
 
 @pytest.fixture
