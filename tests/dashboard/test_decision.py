@@ -105,21 +105,3 @@ def test_steps_are_commands_to_copy():
     text = said(app)
     assert "1 GPU, 75 min, 1.2 GPU-h · settles throughput, peak-memory" in text
     assert "utilisation on 2× H200: training on several GPUs (`ranks`)" in text
-
-
-def test_text_from_outside_stays_text():
-    hostile = '"](http://x) :red[x] **b** <b>'
-    rule = replace(EXPONENT, reason=hostile, title=hostile, transferred=hostile)
-    machine = H200.model_copy(update={"title": "*x* [y](z)"})
-    step = replace(MEASURE, hardware=hostile, settles=(hostile,), basis=hostile)
-    open_rule = unmeasured(replace(SPEED, title=hostile), step)
-    drawn = replace(decision(verdict(machine, Result.UNKNOWN, rule, open_rule)), title=hostile)
-    app = draw(drawn, **{"why-t": r"\*x\* \[y\](z)"})
-    shown = [str(element.value) for element in (*app.markdown, *app.caption)]
-    shown += [cell for table in app.table for cell in (*table.value.columns, *table.value.to_numpy().ravel())]
-    raw = "\n".join(shown)
-    assert hostile not in raw
-    assert ":red[x]" not in raw
-    assert "**b**" not in raw
-    assert "<b>" not in raw
-    assert "[y](z)" not in raw

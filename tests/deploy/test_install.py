@@ -1,12 +1,10 @@
 """docker/install.sh: which versions an environment gets, on a host with and without an NVIDIA driver.
 
-The environment is real, but empty: its pip writes down what it is asked to install. So does uv, which a test may put on
-the path.
+The environment is real, but empty: its pip writes down what it is asked to install. uv does the same in .ci/run.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tomllib
@@ -122,21 +120,6 @@ def test_without_a_driver_the_versions_are_those_of_the_cpu(environment: Environ
     assert first.endswith("install --no-deps torch==2.13.0")
     assert second.endswith(f"-e {ROOT}[dev]")
     assert environment.pins == SHARED | CPU
-
-
-@needs_no_driver
-def test_uv_installs_the_same_where_it_is_on_the_path(environment: Environment) -> None:
-    program = environment.path / "uv"
-    program.write_text(f'#!/bin/sh\nexec "{environment.folder}/bin/python" -m pip uv "$@"\n')
-    program.chmod(0o755)
-    environment.install("dev")
-    python = f"uv pip install -q --python {environment.folder}/bin/python"
-    first, second = environment.asked
-    assert first == f"{python} --no-deps torch==2.13.0"
-    assert re.fullmatch(rf"{python} -c \S+ -e {ROOT}\[dev\]", second)
-    assert environment.pins == SHARED | CPU
-    environment.install()
-    assert not environment.asked[2].startswith("uv"), "a kept PyTorch may lie where uv does not look"
 
 
 def test_with_a_driver_the_versions_are_those_that_ran_on_the_card(environment: Environment) -> None:

@@ -12,14 +12,10 @@ from nsa_command import Nsa
 MISUSED = [
     # arguments, the line expected
     (["runs", "--limit", "9" * 20], r"'--limit': .*less than or equal to 1000000, not '9+'; see `nsa runs --help`"),
-    (["runs", "--limit"], r".*'--limit' requires an argument; see .*"),
     (["runs", "--limt", "3"], r".*: --limt .*--limit.*; see `nsa runs --help`"),
     (["runs", "--\x1b[31m"], r".*: --\\x1b\[31m; see `nsa runs --help`"),
-    (["report", "--format", "docx"], r".*'--format': 'docx' is not one of 'md', .*; see `nsa report --help`"),
-    (["show"], r".*'RUN'; see `nsa show --help`"),
     (["export"], r"--out: is missing; give it, see `nsa export --help`"),
     (["show", "a", "b", "c"], r".*\(b c\); see `nsa show --help`"),
-    (["db", "nope"], r".*'nope'; see `nsa db --help`"),
 ]
 
 
@@ -28,12 +24,6 @@ def test_a_mistake_on_the_command_line_is_one_line(nsa: Nsa, args: list[str], li
     code, out, err = nsa(*args)
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: .*{line}\n", err), err
-
-
-def test_without_a_command_the_help_is_shown(nsa: Nsa) -> None:
-    code, out, err = nsa()
-    assert (code, "error" in err) == (2, False)
-    assert "Usage: nsa" in out + err
 
 
 def test_the_help_imports_nothing_heavy() -> None:

@@ -50,21 +50,6 @@ def states(updates: list) -> list[str]:
     return [str(update.state) for update in updates if isinstance(update, OutcomeRecord)]
 
 
-def test_texts_and_files_of_a_point_are_kept_after_its_outcome(measure, tmp_path) -> None:
-    code = """import pathlib, tempfile
-path = pathlib.Path(tempfile.mkdtemp()) / 'made.bin'
-path.write_bytes(bytes(range(256)) * 9000)
-print(path)
-files = {'note.txt': 'caf\\udcff', 'trace.bin': path}"""
-    updates = measure(code)
-    assert [type(update) for update in updates[-4:]] == [OutcomeRecord, *[ArtifactRecord] * 3]
-    files = {update.artifact.name: update.artifact for update in updates[-3:]}
-    assert (tmp_path / "store" / files["trace.bin"].path).read_bytes() == bytes(range(256)) * 9000
-    assert files["note.txt"].content == "caf?"
-    assert files["trace.bin"].content is None
-    assert not Path(str(files["stdout.txt"].content).strip()).exists()  # temporary files end with the point
-
-
 def test_a_file_that_cannot_be_kept_costs_only_itself(measure) -> None:
     code = """import pathlib
 files = {'..': 'up', 'a/b': 'aside', '': 'none', 'stdout.txt': 'mine', 'gone.bin': pathlib.Path('/nowhere/gone.bin'),

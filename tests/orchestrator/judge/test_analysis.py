@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchestrator.judge.analysis import fits_frame, scaling_fits
+from orchestrator.judge.analysis import scaling_fits
 from orchestrator.store import Store, queries
 
 RUN = "20261120-120000-demo-abcd"
@@ -56,18 +56,3 @@ def test_a_value_of_one_sample_weighs_no_more_than_one_of_many(sqlite_store: Sto
     alike = rows.assign(ci_low=rows["value"] * 0.9, ci_high=rows["value"] * 1.1)
     fits = [[fit.exponent for fit in scaling_fits(each)] for each in (rows, alike)]
     assert fits[0] == fits[1]
-
-
-def test_a_fit_holds_the_local_exponents_of_all_lengths(store: Store, sweep):
-    """Constant up to 4,096 tokens, then quadratic: the fit leaves short lengths out, the local exponents show them."""
-    lengths = tuple(512 * 2**n for n in range(9))
-    store.apply_many(sweep(laws={"naive": 2.0}, lengths=lengths))
-    rows = queries.scaling(store)
-    flat = (rows["metric"] == "time") & (rows["seq_len"] < 4096)
-    at_4k = rows.loc[(rows["metric"] == "time") & (rows["seq_len"] == 4096), "per_sequence"].iloc[0]
-    rows.loc[flat, "per_sequence"] = at_4k
-    rows[["ci_low", "ci_high"]] = None
-    (time,) = [fit for fit in scaling_fits(rows) if fit.metric == "time"]
-    assert time.lengths[0] == 4096
-    assert [slope.exponent for slope in time.local] == pytest.approx([0] * 3 + [2] * 5)
-    assert fits_frame([time])["local"].tolist() == [time.local]

@@ -156,12 +156,3 @@ def test_what_the_fits_do_not_allow_is_none_with_the_reason(
     sentence = taken_over(compressed, rest, lengths)
     assert "costs as much as all the rest at no known length: " in sentence
     assert reason in sentence
-
-
-def test_each_shape_has_shares_and_a_take_over_of_its_own():
-    both = pd.concat([rows(H200), rows({"scores": per_call(2, 9.0), "selected": per_call(1, 1.0)}, heads=64)])
-    shares = branch_shares(both)
-    assert [one.series["query_heads"] for one in shares] == [12] * 5 + [64] * 5
-    taken = take_overs(shares)
-    assert [one.series["query_heads"] for one in taken] == [12, 64]
-    assert taken[1].sentence.endswith("all the rest from 8,192 tokens or fewer (the shortest length measured).")

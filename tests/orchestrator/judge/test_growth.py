@@ -126,15 +126,6 @@ def test_lengths_at_which_another_law_holds_are_left_out():
     assert law.lengths[-1] == 262_144
 
 
-def test_dense_attention_measured_on_an_h200_is_quadratic():
-    """Milliseconds of a run at d07b509, forward, 12/2 heads: flat to 4,096 tokens, and S^1.11 through all."""
-    values = [0.06813, 0.08406, 0.08435, 0.09221, 0.2689, 0.9446, 3.649, 14.34]
-    law = fit_growth(OCTAVES, values)
-    assert law is not None
-    assert law.ci_low <= 2.0 <= law.ci_high
-    assert law.exponent == pytest.approx(1.92, abs=0.03)
-
-
 def test_a_value_of_wide_spread_weighs_less():
     values = 1e-3 * OCTAVES.astype(float)
     values[-1] *= 1.3

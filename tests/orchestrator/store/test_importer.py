@@ -176,15 +176,11 @@ def test_no_cell_of_an_export_is_computed_and_each_text_comes_back(sqlite_store:
     [
         (0, {"at": "2026-11-20T12:00:00"}),
         (0, {"at": "0001-01-01T00:00:00+14:00"}),
-        (0, {"git_commit": "c" * 6000}),
         (1, {"attempt": 2**63}),
-        (1, {"estimate_bytes": 2**63}),
         (1, {"key": "k" * 6000}),
         (1, {"axes": {"image": {"a": 1}}}),
         (4, {"artifact": FILE | {"size": 1 << 63}}),
-        (4, {"artifact": FILE | {"size": -1}}),
         (4, {"artifact": FILE | {"name": "n" * 201}}),
-        (4, {"artifact": FILE | {"sha256": "0" * 65}}),
     ],
 )
 def test_a_journal_with_what_no_database_holds_is_refused_in_a_line(
@@ -213,14 +209,10 @@ def test_what_is_no_file_is_not_read(sqlite_store: Store, tmp_path: Path, name: 
     [
         ("x.txt", "", "neither .jsonl nor .csv"),
         ("x.csv", "a,b\n1,2\n", "unknown columns (a, b)"),
-        ("x.csv", b"\xff\xfe\x00", "cannot be read ('utf-8' codec can't decode"),
         ("x.jsonl", "", "holds no records; write it again from the run's database: nsa export RUN --journal"),
         ("x.jsonl", "{}\n", "line 1 is no record"),
         ("missing.jsonl", None, "cannot be read"),
-        ("missing.csv", None, "cannot be read"),
         ("peers_h200.csv", ("4.651", "fast"), "peers_h200.csv line 2: forward_backward_ms: 'fast' is no number"),
-        ("peers_h200.csv", ("4.651", "nan"), "peers_h200.csv line 2: forward_backward_ms: 'nan' is no number"),
-        ("peers_h200.csv", (",2048,16,", ",inf,16,"), "peers_h200.csv line 2: seq_len: 'inf' is no number"),
         ("peers_h200.csv", (",2048,16,", ",2048,0,"), "Axes.batch: 0: use an integer of 1 to 2147483647"),
         ("peers_h200.csv", ("2026-11-20", "today"), "date: 'today' is no date; write YYYY-MM-DD"),
         ("peers_h200.csv", (",1.095,", ",1,095,"), "has 16 cells for 15 columns; quote the comma in a cell"),

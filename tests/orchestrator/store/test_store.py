@@ -120,21 +120,6 @@ def test_replaying_a_journal_gives_the_same_rows(store: Store, sweep):
     assert rows_of(store) == before
 
 
-def test_a_resumed_run_runs_again_until_it_ends(store: Store, sweep):
-    records = sweep()
-    store.apply_many(records)
-    late = records[-1].at + timedelta(hours=1)
-    again = records[0].model_copy(update={"at": late, "resumed": 1})
-    store.apply_many([again])
-    store.apply_many(records)
-    with store.session() as session:
-        run = session.get_one(Run, RUN)
-        assert (run.state, run.resumed, run.created_at, run.ended_at) == (RunState.RUNNING, 1, records[0].at, None)
-    store.apply_many([RunEndRecord(run_id=RUN, at=late + timedelta(1), state=RunState.CANCELLED, resumed=1)])
-    with store.session() as session:
-        assert session.get_one(Run, RUN).state is RunState.CANCELLED
-
-
 def test_a_point_that_is_planned_again_keeps_its_old_numbers_until_it_has_new_ones(store: Store, sweep):
     """Metrics of other code stay under the key and attempt that they were measured with, never under the new key."""
     records = sweep()
