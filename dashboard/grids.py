@@ -12,7 +12,7 @@ from dashboard import parts
 from jobs.schema.axes import AXES, MORE, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Quantities, Role, in_words
-from jobs.schema.states import Origin, again_in_words, phase_in_words, run_in_words
+from jobs.schema.states import Origin, again_in_words, phase_in_words, reason_in_words, run_in_words
 from orchestrator.report import series
 from orchestrator.report.charts import Chart, length_label
 from orchestrator.report.runs import Note
@@ -76,7 +76,7 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
             "State": parts.sign(row["state"], parts.POINT_STATES),
             **{title: row[name] for title, name in own.items()},
             **{title: measured.get((row["point_id"], metric), "") for title, metric in shown.items()},
-            "Reason or progress": again_in_words(row) or row["reason"] or phase_in_words(row),
+            "Reason or progress": again_in_words(row) or reason_in_words(row) or phase_in_words(row),
             "Attempt": row["attempt"],
             "Took": parts.duration(row["started_at"], row["ended_at"]),
             "Estimate": parts.size(row["estimate_bytes"]),

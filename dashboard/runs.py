@@ -14,7 +14,7 @@ from dashboard import data, grids, help_pages, parts
 from dashboard.live import live_series, remaining
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Plot, Quantity, in_words, readable_interval, written_unit
-from jobs.schema.states import Origin, PointState, RunState, again_in_words, run_in_words
+from jobs.schema.states import Origin, PointState, RunState, again_in_words, reason_in_words, run_in_words
 from orchestrator.execute.artifacts import kept_in
 from orchestrator.report.charts import drawn
 from orchestrator.report.table import flat
@@ -215,8 +215,8 @@ def _point_now(store: Store, point_id: str, latest: str) -> None:
         told.append(f"{parts.plain(again)}; attempt {point['attempt']} counts until a later one has an outcome")
     if told:
         st.info("\n\n".join(told), icon=":material/autorenew:")
-    if point["reason"]:
-        st.warning(f"**{state}**: {parts.plain(point['reason'])}", icon=":material/info:")
+    if reason := reason_in_words(point):
+        st.warning(f"**{state}**: {parts.plain(reason)}", icon=":material/info:")
 
 
 def _measured(store: Store, point: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def compute_pids(device: Any) -> list[int]:
 
 
 def describe(gpu_id: str) -> dict[str, str]:
-    """Name, UUID, memory, capability, driver, clocks, power limit and ECC of a GPU as text, as far as NVML tells.
+    """Name, UUID, index, memory, driver, clocks, power limit and so on of a GPU as text, as far as NVML tells.
 
     Raises NvmlError: NVML is not available or does not know the GPU.
     """
@@ -112,6 +112,7 @@ def describe(gpu_id: str) -> dict[str, str]:
         queries = {
             "name": lambda: pynvml.nvmlDeviceGetName(device),
             "uuid": lambda: pynvml.nvmlDeviceGetUUID(device),
+            "index": lambda: pynvml.nvmlDeviceGetIndex(device),
             "memory_mib": lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).total) // 2**20,
             "capability": lambda: "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(device)),
             "driver": pynvml.nvmlSystemGetDriverVersion,

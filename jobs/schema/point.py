@@ -161,6 +161,7 @@ class RanksEnded(Exception):  # noqa: N818  (an event)
     died: Mapping[int, str]  # ends of ranks whose process died ("was killed by SIGKILL"), the first one first
     tails: Mapping[int, str]  # last lines that a rank wrote to stderr
     out_of_memory: Collection[int] = ()  # those among `died` that were killed because memory ran out
+    cards: Mapping[int, str] = field(default_factory=dict)  # of the ranks on GPUs: "GPU 1"
 
 
 class Launcher(Protocol):

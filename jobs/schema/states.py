@@ -37,6 +37,11 @@ FAILED = frozenset(
 )
 
 
+def reason_in_words(point: Mapping[str, Any]) -> str:
+    """Why a point has its state (`queries.points`), and where it failed: "exited with code 1; on GPU 3 of node1"."""
+    return "; ".join(filter(None, (point["reason"], point["failed_on"])))
+
+
 def again_in_words(point: Mapping[str, Any]) -> str:
     """State and reason of a later attempt at a point (`queries.points`) that keeps its outcome; "" without one."""
     state, reason = point["again"], point["again_reason"]

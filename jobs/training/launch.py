@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from jobs.diagnosis.advice import imbalance
+from jobs.hardware import nvml
 from jobs.measure.check import WrongResult
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Beat as RankBeat
@@ -187,7 +188,9 @@ class RankWatch:
             kind, of_memory = RankFailed, first.type in ("OutOfMemoryError", "MemoryError")
             text = f": {first.type}: {first.text}"
         lines = ended.tails.get(number, "")
-        failed = kind(f"rank {number} of {self._ranks}{text}" + (f"\nthe end of its stderr:\n{lines}" if lines else ""))
+        card = f" ({ended.cards[number]})" if number in ended.cards else ""
+        tail = f"\nthe end of its stderr:\n{lines}" if lines else ""
+        failed = kind(f"rank {number} of {self._ranks}{card}{text}{tail}")
         failed.__cause__ = MemoryError("memory ran out") if of_memory else None
         return failed
 
@@ -230,7 +233,8 @@ class ElasticLauncher:
             died |= dict.fromkeys(watch.late, "did not end in time")
             tails = {int(log.parent.name): tail(log, _TAIL) for log in (folder / "logs").glob("**/stderr.log")}
             of_memory = [n for n in died if codes.get(n) == -signal.SIGKILL and n not in watch.late]
-            raise RanksEnded(died, tails, of_memory if oom_kills() > kills else ())
+            cards = {number: f"GPU {gpu}" for number, gpu in enumerate(nvml.visible_gpus())} if device == "cuda" else {}
+            raise RanksEnded(died, tails, of_memory if oom_kills() > kills else (), cards)
 
 
 def _launch_config(ranks: int, folder: Path) -> LaunchConfig:

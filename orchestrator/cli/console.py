@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
-from jobs.schema.states import again_in_words, phase_in_words, run_in_words
+from jobs.schema.states import again_in_words, phase_in_words, reason_in_words, run_in_words
 from orchestrator.cli.services import Service
 from orchestrator.judge.decisions import Decision
 from orchestrator.judge.steps import Step
@@ -61,7 +61,7 @@ def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> N
     _fields(row, (*fields, "submission_id", "person", "tags", "notes", "host", "artifacts", "artifact_store"))
     rows = []
     for p in points.to_dict("records"):
-        reason = "; ".join(filter(None, (_text(p["reason"]), again_in_words(p))))
+        reason = "; ".join(filter(None, (reason_in_words(p), again_in_words(p))))
         rows.append((_text(p["number"]), p["label"], p["state"], phase_in_words(p), reason))
     table("Points", ["#", "label", "state", "progress", "reason"], rows)
     for event in events.to_dict("records"):
@@ -69,7 +69,7 @@ def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> N
 
 
 def point(row: Mapping[str, Any], metrics: pd.DataFrame, files: pd.DataFrame) -> None:
-    row = {**row, "again": again_in_words(row) or None}
+    row = {**row, "again": again_in_words(row) or None, "reason": reason_in_words(row)}
     names = ("point_id", "label", "state", "reason", "again", "attempt", "key", "started_at", "ended_at", "route")
     _fields(row, (*names, "config"))
     rows = []

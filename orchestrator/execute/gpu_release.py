@@ -38,6 +38,7 @@ class Gpus:
         self._stopped = stopped
         self._unanswered: Future[Any] | None = None
         self._used: dict[str, int] = {}  # bytes in use before the slot's process; {}: unknown
+        self.cards: list[dict[str, str]] = []  # what NVML says of them, once a point was planned for a card
         self._problem: str | None = None  # why it is unknown, if NVML did not answer
         self.ids = [part.strip() for part in (visible or "").split(",") if part.strip()]
         if visible is None:
@@ -48,8 +49,8 @@ class Gpus:
 
         None if it may, and where NVML cannot say which they are.
         """
-        cards = self._ask(lambda: [nvml.describe(gpu).get("name") for gpu in self.ids], []) if planned else []
-        other = next((card for card in cards if card not in (planned, None)), None)
+        self.cards = self._ask(lambda: [nvml.describe(gpu) for gpu in self.ids], []) if planned else []
+        other = next((name for card in self.cards if (name := card.get("name")) not in (planned, None)), None)
         if other is None:
             return None
         fix = "name one type in resources.accelerator_type, or with --local in CUDA_VISIBLE_DEVICES"

@@ -303,7 +303,10 @@ def end_of_ranks(error: Exception | None, progress: RankProgress, lost: Collecti
         if placed.node in lost and number not in progress.tails | texts:
             texts[number] = f"was lost with node {placed.host}"
     out_of_memory = [number for number, err in died.items() if "running low on memory" in str(err)]
-    return RanksEnded(texts, progress.tails, out_of_memory)
+    cards = {
+        number: f"GPU {rank.gpu} of {rank.host}" for number, rank in progress.placed.items() if rank.gpu is not None
+    }
+    return RanksEnded(texts, progress.tails, out_of_memory, cards)
 
 
 def actor(cls: type, node: str) -> Any:

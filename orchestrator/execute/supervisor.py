@@ -163,7 +163,7 @@ def _measured(
         yield outcome
         return outcome
     with ArtifactCopies(assignment.ids, conditions.store) as copies:
-        attempt = _Attempt(child, assignment, conditions, slot.gpus.ids, cluster, copies)
+        attempt = _Attempt(child, assignment, conditions, slot.gpus, cluster, copies)
         outcome = yield from attempt.follow(stopped)
         if outcome is None:
             return None
@@ -227,21 +227,22 @@ class _Attempt:
         child: Child,
         assignment: Assignment,
         conditions: Conditions,
-        gpu_ids: Sequence[str],
+        gpus: Gpus,
         cluster: Cluster | None,
         copies: ArtifactCopies,
     ) -> None:
         self.files: list[Source] = []  # of its end, to be copied to the store
         self._child, self._cluster, self._copies = child, cluster, copies
         self._assignment, self._conditions = assignment, conditions
-        self._telemetry = Telemetry(gpu_ids)
-        here = not gpu_ids and cluster is None  # ranks on a cluster are sampled there
+        self._telemetry = Telemetry(gpus.ids)
+        here = not gpus.ids and cluster is None  # ranks on a cluster are sampled there
         self._live = LiveSeries(
             assignment.ids, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry
         )
         self._pace = Pace()
         self._filter = BeatFilter(_PROGRESS_INTERVAL_S)
-        self._environment: dict[str, Any] = {}
+        # Until the process describes itself: one that dies in its start names its card, too.
+        self._environment: dict[str, Any] = {"host": socket.gethostname(), "gpu": gpus.cards[0]} if gpus.cards else {}
         self._started_at = now()
         deadlines = conditions.deadlines
         self._watch = DeadlineWatch(child, deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s)

@@ -34,7 +34,7 @@ _REPEATED = {PEAK_MEMORY.name, PEAK_EXTRA_MEMORY.name}  # equal calls allocate a
 _MOST = 200  # samples of a side whose quotients are all taken; of more, as many quantiles
 _VALUE = 60  # characters of a value that differs
 _NO_VALUE = "--metric: {!r}: {} has no positive value of it; `nsa show RUN --point N` lists them"
-_OF_A_RUN = ("host", "spec.name", "variables.NSA_", "gpu.uuid", "gpu.sm_clock_mhz")
+_OF_A_RUN = ("host", "spec.name", "variables.NSA_", "gpu.uuid", "gpu.index", "gpu.sm_clock_mhz")
 
 Cell = tuple[tuple[str, Any], ...]
 Samples = NDArray[np.float64]

@@ -26,7 +26,7 @@ from orchestrator.store import Store, queries
 _NAME = 100  # characters of a run's name
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
-_OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.sm_clock_mhz")  # not in a report, which is shared
+_OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.index", "gpu.sm_clock_mhz")  # not in a report, which is shared
 
 
 def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ columns. States, origins and results are plain strings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from enum import Enum
@@ -19,7 +19,7 @@ from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
 
 from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity, Role
-from jobs.schema.states import Origin, PointState, RunState
+from jobs.schema.states import FAILED, Origin, PointState, RunState, reason_in_words
 from orchestrator.store import models
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
@@ -42,6 +42,7 @@ _POINTS = (
         case((AGAIN, Newest.state)).label("again"),
         case((AGAIN, Newest.reason)).label("again_reason"),
         Attempt.route,
+        Attempt.environment_id,
     )
     .join(Point, Point.id == v_points.c.point_id)
     .join(Point.outcome)
@@ -148,15 +149,33 @@ def points(store: Store, run_id: str) -> pd.DataFrame:
 
     A point that is measured again has the state of its earlier outcome, which counts until it has a new one; `again`
     and `again_reason` are those of the newest attempt then, else None. Progress is of the newest attempt at each point;
-    `running` is its number while it runs, else 0, and `running_on` its node.
+    `running` is its number while it runs, else 0, and `running_on` its node. `failed_on` is the card of a point that
+    failed on one, as "on GPU 3 (its UUID) of node1", else "".
     """
-    return _frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
+    frame = _frame(store, _POINTS.where(v_points.c.run_id == run_id).order_by(v_points.c.number))
+    failed = frame["state"].isin([*FAILED])
+    contents = environments(store, frame.loc[failed, "environment_id"].dropna().unique().tolist())
+    rows = frame.assign(ranks=frame.get(f"{MORE}ranks")).to_dict("records")
+    return frame.assign(failed_on=[_failed_on(row, contents.get(row["environment_id"], {})) for row in rows])
 
 
 def point(store: Store, point_id: str) -> dict[str, Any] | None:
     """One point: the columns of `points`, its config, environment ({} if not recorded); None if the id is unknown."""
     found = next(iter(_mappings(store, _DETAILS.where(v_points.c.point_id == point_id))), None)
-    return found and {**found, "environment": found["environment"] or {}}
+    return found and _with_place(found)
+
+
+def _with_place(row: dict[str, Any]) -> dict[str, Any]:
+    environment, ranks = row["environment"] or {}, (row["more_axes"] or {}).get("ranks")
+    return {**row, "environment": environment, "failed_on": _failed_on({**row, "ranks": ranks}, environment)}
+
+
+def _failed_on(row: Mapping[Any, Any], environment: Mapping[str, Any]) -> str:
+    """The card of a failed point, and its node. Of several ranks the reason says which one failed, and where."""
+    gpu = environment.get("gpu")
+    if row["state"] not in FAILED or row["ranks"] or not (isinstance(gpu, dict) and gpu.get("uuid")):
+        return ""
+    return f"on GPU {gpu.get('index', '?')} ({gpu['uuid']}) of {row['node'] or environment.get('host')}"
 
 
 def attempts(store: Store, run_id: str) -> pd.DataFrame:
@@ -260,11 +279,16 @@ def nodes(store: Store, since: datetime) -> dict[str, datetime]:
 
 def reasons(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
     """Why runs did not end well, by id: who cancelled it, or the first point that failed."""
-    failed = select(Point.run_id, Point.label, Attempt.state, Attempt.reason).join(Point.outcome)
-    failed = failed.where(Point.run_id.in_(run_ids), FAILS).order_by(Point.number)
+    first = func.min(Point.number).over(partition_by=Point.run_id).label("first")
+    failed = (
+        select(Point.id, Point.number, first).join(Point.outcome).where(Point.run_id.in_(run_ids), FAILS).subquery()
+    )
     found: dict[str, str] = {}
-    for row in _mappings(store, failed):
-        found.setdefault(row["run_id"], f"{row['label']}: {row['state']}, {row['reason'] or 'without a reason'}")
+    for row in _mappings(
+        store, _DETAILS.join(failed, failed.c.id == Point.id).where(failed.c.number == failed.c.first)
+    ):
+        row = _with_place(row)
+        found[row["run_id"]] = f"{row['label']}: {row['state']}, {reason_in_words(row) or 'without a reason'}"
     said = select(Event.run_id, Event.message).join(Run).where(Run.id.in_(run_ids), Run.state == RunState.CANCELLED)
     said = said.where(Event.message.startswith(CANCELLED_BY))
     return found | {row["run_id"]: row["message"] for row in _mappings(store, said)}

@@ -122,10 +122,11 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(
 
 
 def test_ranks_for_which_memory_ran_out_are_not_started_again(text: Path, tmp_path: Path) -> None:
-    launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1]))
+    launcher = _Ends(lambda *_: RanksEnded({1: "was killed by SIGKILL"}, {}, [1], {1: "GPU 5 of node3"}))
     with pytest.raises(RankFailed) as caught:
         run_ranks(_case(text, restarts=3), Keeping(tmp_path, launcher=launcher), threading.Event())
     assert isinstance(caught.value.__cause__, MemoryError)
+    assert str(caught.value) == "rank 1 of 2 (GPU 5 of node3) was killed by SIGKILL"
     assert len(launcher.stops) == 1
 
 

@@ -8,14 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from made_up_runs import planned
 from processes import wait_for
+from sqlalchemy import delete
 
 from jobs.hardware import nvml, telemetry
+from jobs.schema.point import Point
+from jobs.schema.states import RunState
 from jobs.specs.spec import Deadlines
-from orchestrator.execute import gpu_release
+from orchestrator.execute import gpu_release, supervisor
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
-from orchestrator.store.records import Progress
+from orchestrator.store import Store, models, queries
+from orchestrator.store.records import OutcomeRecord, Progress, RunEndRecord, RunRecord, StartRecord
 
 CUDA = Conditions("cuda", Deadlines(startup_s=60, heartbeat_s=60, point_s=120), card="NVIDIA H100")
 
@@ -30,7 +35,7 @@ class Driver:
 
     def describe(self, gpu: str) -> dict[str, str]:
         with self.session():
-            return {"name": "NVIDIA H100"}
+            return {"name": "NVIDIA H100", "uuid": "GPU-7", "index": gpu}
 
     def sampler(self, gpu: str) -> object:
         raise nvml.NvmlError("takes no samples")
@@ -77,6 +82,26 @@ def test_a_driver_that_is_wedged_after_a_point_is_the_obstacle(driver: Driver) -
     assert driver.asked == before + 1, "each question leaves a thread"
     driver.answers.set()
     wait_for(lambda: gpus.wait_free({7}) is None)
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_point_that_dies_before_it_says_where_it_is_names_its_card(
+    monkeypatch: pytest.MonkeyPatch, sqlite_store: Store
+) -> None:
+    monkeypatch.setattr(supervisor, "ANSWER", "os:abort")
+    updates = list(supervise([Assignment("r", "r/0", 1, Point("x", "", {}))], CUDA, "3"))
+    [start] = [update for update in updates if isinstance(update, StartRecord)]
+    [outcome] = [update for update in updates if isinstance(update, OutcomeRecord)]
+    at = start.at
+    run = RunRecord(run_id="r", at=at, name="r", kind="x", spec={}, spec_hash="5")
+    end = RunEndRecord(run_id="r", at=outcome.at, state=RunState.DONE)
+    for ranks, place in ((None, f"on GPU 3 (GPU-7) of {start.node}"), (2, "")):
+        plan = planned("r", 0, "nsa", 64, at, {"device": "cuda", "ranks": ranks})
+        sqlite_store.apply_many([run, plan, start, outcome, end])
+        assert queries.points(sqlite_store, "r")["failed_on"].tolist() == [place]
+        assert place in queries.reasons(sqlite_store, ["r"])["r"]
+        with sqlite_store.session(writes=True) as session:
+            session.execute(delete(models.Run))
 
 
 def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind, monkeypatch) -> None:

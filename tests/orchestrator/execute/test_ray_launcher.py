@@ -27,7 +27,7 @@ def progress() -> RankProgress:
     """Two ranks that have begun on two nodes."""
     progress = RankProgress(2)
     for number, host in enumerate(("a", "b")):
-        progress.placed[number] = Placed(number, f"id-{host}", host, 17, None, "/tmp/none", {})
+        progress.placed[number] = Placed(number, f"id-{host}", host, 17, f"{number}", "/tmp/none", {})
     return progress
 
 
@@ -37,6 +37,7 @@ def test_a_rank_that_died_is_told_from_one_that_raised(progress: RankProgress) -
     end = end_of_ranks(WorkerGroupError("2 failed", {1: died, 0: RankRaised("RuntimeError: peer closed")}), progress)
     assert isinstance(end, RanksEnded)
     assert list(end.died) == [1]
+    assert end.cards[1] == "GPU 1 of b"
     assert end.died[1].startswith("died on node b: ")
     assert list(end.out_of_memory) == [1]
     assert end.tails == {0: "Traceback ..."}
