@@ -113,7 +113,7 @@ def test_resolve_runs_what_the_cluster_can_and_judges(nsa: Nsa, home: Path, monk
     monkeypatch.setattr(LocalExecutor, "probe", lambda self: {None: MACHINE})
     monkeypatch.setattr(submission, "cluster_nodes", lambda settings: [{"CPU": 2.0}])
     monkeypatch.setattr(submission, "submit", submit)
-    monkeypatch.setattr(submission, "follow", lambda *_: "SUCCEEDED")
+    monkeypatch.setattr(submission, "follow", lambda *_: 0)
     (home / "rules.yaml").write_text(GATES)
     code, out, _ = nsa("resolve", "quick", "--gates", str(home / "rules.yaml"))
     assert code == 3
