@@ -75,7 +75,7 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
             if stop.is_set():
                 raise RanksEnded({}, {})
             if case.soak is not None and there.checkpoints is not None:
-                CheckpointFolder(there.checkpoints).mark(f"starts/{there.key}")
+                CheckpointFolder(there.checkpoints).note_start(there.key)
             reports = launcher.run(
                 ranks, case.device, main, watch.note, lambda reason: report(f"{WAITING}{reason}", 0, ranks), stop
             )

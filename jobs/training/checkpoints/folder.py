@@ -6,13 +6,11 @@ A checkpoint is a folder `<number>-step-<step>`. Its manifest `complete.json` is
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import posixpath
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +23,11 @@ MANIFEST = "complete.json"
 OPTIONS = {"skip_instance_cache": True, "use_listings_cache": False}  # of fsspec: other processes write, too
 
 _FOLDER = re.compile(r"(\d{6,})-step-\d+")
-_PIECE = 8 << 20  # bytes read at a time
 _PATIENCE_S = 10.0  # a network's file system may show a new file late
 
 
 class CheckpointError(Exception):
     """The folder of the checkpoints, or one of them, cannot be used. One line."""
-
-
-class WrittenFile(BaseModel):
-    """A file of a checkpoint: its size [bytes] and the SHA-256 of its content."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    size: int
-    sha256: str
 
 
 class Manifest(BaseModel):
@@ -58,7 +46,7 @@ class Manifest(BaseModel):
     foreign: int  # first steps that were done under another key
     text: str  # digest of the text that is learned
     route: Mapping[str, str] = {}  # kernels that ran, by branch
-    files: Mapping[str, WrittenFile] = {}
+    files: Mapping[str, int] = {}  # sizes [bytes] of its files
 
     @property
     def name(self) -> str:
@@ -113,14 +101,13 @@ class CheckpointFolder:
         return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
 
     def manifests(self) -> dict[str, Manifest | None]:
-        """Folders with a manifest, newest first; None where that is torn or not ours."""
+        """Folders with a manifest, newest first; None where that is torn."""
         found: dict[str, Manifest | None] = {}
         for name in self.names():
             try:
                 with self._reading():
                     content = self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}")
-                manifest = Manifest.model_validate_json(content)
-                found[name] = manifest if manifest.name == name else None
+                found[name] = Manifest.model_validate_json(content)
             except FileNotFoundError:
                 continue
             except ValidationError:
@@ -131,58 +118,48 @@ class CheckpointFolder:
         """Manifests of the complete checkpoints, newest first."""
         return [manifest for manifest in self.manifests().values() if manifest is not None]
 
-    def mark(self, name: str) -> str:
-        """Path of a new small file whose name begins so."""
-        path = f"{self._root}/{name}-{uuid.uuid4().hex}"
+    def note_start(self, key: str) -> None:
+        """Note a start of ranks under a key: of those that are killed before they can save, too."""
         with self._reading():
-            self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            self._fs.pipe_file(path, b"mark")
-        return path
+            self._fs.makedirs(f"{self._root}/starts", exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/starts/{key}-{uuid.uuid4().hex}", b"start")
 
     def starts(self, key: str) -> int:
-        """Number of starts of ranks noted under a key: of those that were killed before they could save, too."""
+        """Number of starts of ranks noted under a key."""
         with self._reading():
             return len(self._fs.glob(f"{self._root}/starts/{key}-*"))
 
-    def sees(self, mark: str) -> bool:
-        """Whether a file that another host wrote is here, or comes within seconds."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self._fs.exists(mark):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.5)
-        return True
+    def sizes(self, name: str, files: Iterable[str]) -> dict[str, int]:
+        """Sizes [bytes] of a checkpoint's files, which ranks have just written, perhaps on other hosts."""
+        deadline, found = time.monotonic() + _PATIENCE_S, dict[str, int]()
+        for file in files:
+            while not self._fs.exists(f"{self._root}/{name}/{file}"):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"NSA_ARTIFACT_STORE: {self.url}: the first rank's node does not see {file}, which a rank "
+                        "wrote there; name a store that all nodes reach"
+                    )
+                time.sleep(0.5)
+            found[file] = self._fs.size(f"{self._root}/{name}/{file}")
+        return found
 
-    def damage(self, manifest: Manifest, name: str, progress: Callable[[], None]) -> str | None:
-        """The difference of a file from the one that was written, in words; None if it is the same."""
-        digest, size = hashlib.sha256(), 0
-        try:
-            with self._fs.open(f"{self._root}/{manifest.name}/{name}", "rb") as file:
-                while piece := file.read(_PIECE):
-                    digest.update(piece)
-                    size += len(piece)
-                    progress()
-        except Exception as err:
-            return f"{name} cannot be read ({error_in_a_line(err)})"
-        written = manifest.files[name]
-        if size != written.size:
-            return f"{name} has {size:,} bytes instead of {written.size:,}"
-        return None if digest.hexdigest() == written.sha256 else f"{name} has another content (sha256)"
+    def damage(self, manifest: Manifest) -> str | None:
+        """The first file that is gone or has another size than when it was written, in words; None without one."""
+        for name, written in manifest.files.items():
+            try:
+                size = self._fs.size(f"{self._root}/{manifest.name}/{name}")
+            except Exception as err:
+                return f"{name} cannot be read ({error_in_a_line(err)})"
+            if size != written:
+                return f"{name} has {size:,} bytes instead of {written:,}"
+        return None
 
     def complete_with(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes its checkpoint complete. Raises what the filesystem raises."""
-        path, content = (f"{self._root}/{manifest.name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-        if self.url.startswith("file:"):
-            with self._fs.open(f"{path}.part", "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())  # a name without content would count as a torn checkpoint
-            self._fs.mv(f"{path}.part", path)
-        else:  # an object appears whole or not at all; elsewhere a torn one is no JSON
-            self._fs.pipe_file(path, content)
+        """Write the manifest, which makes its checkpoint complete; a torn one is no JSON. Raises the filesystem's."""
+        self._fs.pipe_file(f"{self._root}/{manifest.name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, the manifest first, or a mark. Raises what the filesystem raises."""
+        """Remove a checkpoint, the manifest first. Raises what the filesystem raises."""
         for path in (f"{self._root}/{name}/{MANIFEST}", f"{self._root}/{name}"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._fs.rm(path, recursive=True)

@@ -7,24 +7,21 @@ import hashlib
 import io
 import json
 import math
-import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import futures
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -43,65 +40,11 @@ from jobs.training.state import Run, TrainingState
 T = TypeVar("T")
 
 
-class Exchange:
-    """Exchanges between ranks on the host, beside the collectives of training; all ranks make and use it together."""
-
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.group: Any = None
-        if dist.is_initialized():  # the supervisor tells a stalled rank from a slow one
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Value that the first rank makes. Its CheckpointError is raised on all ranks."""
-        made: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                made = [make(), None]
-            except CheckpointError as err:
-                made = [None, str(err)]
-        if self.group is not None:
-            dist.broadcast_object_list(made, src=0, group=self.group)
-        if made[1] is not None:
-            raise CheckpointError(made[1])
-        return made[0]
-
-    def gathered(self, value: T) -> list[T]:
-        """The values of all ranks, by rank."""
-        values: list[Any] = [value] * self.ranks
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
-def check_reach(folder: CheckpointFolder, exchange: Exchange) -> None:
-    """Raise CheckpointError on all ranks if one, on another host, does not see what the first one writes."""
-    if exchange.ranks == 1:
-        return
-    own = socket.gethostname()
-
-    def leave_mark() -> tuple[str | None, str]:
-        with contextlib.suppress(CheckpointError, OSError):
-            return folder.mark(".reach"), own
-        return None, own  # the store cannot be written, which each checkpoint will report
-
-    mark, first = exchange.from_first(leave_mark)
-    blind = exchange.gathered(None if mark is None or folder.sees(mark) else own)
-    if exchange.rank == 0 and mark is not None:
-        with contextlib.suppress(Exception):
-            folder.remove(mark.rpartition("/")[2])
-    if host := next(filter(None, blind), None):
-        raise CheckpointError(
-            f"NSA_ARTIFACT_STORE: {folder.url}: node {host} does not see what node {first} writes there; name a store "
-            "that all nodes reach"
-        )
-
-
 class Checkpoints:
     """The checkpoints of one training, on each of its ranks; the ranks call each method together.
 
     A checkpoint that cannot be saved costs only itself; ranks agree on whether it was. `text` describes what is
-    learned. Raises CheckpointError if there is no place for them, or another one on some rank's host.
+    learned. Raises CheckpointError if there is no place for them.
     """
 
     def __init__(
@@ -116,13 +59,29 @@ class Checkpoints:
         self.latest: int | None = None  # step of the newest complete checkpoint
         self._folder, self._key = CheckpointFolder(there.checkpoints), there.key
         self._text = hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
-        self._exchange = exchange = Exchange(rank, case.layout.ranks)
+        self._rank, self._ranks = rank, case.layout.ranks
+        self._group: Any = None  # of exchanges on the host, beside the collectives of training
+        if dist.is_initialized():  # the supervisor tells a stalled rank from a slow one
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self._number = 0  # of the last checkpoint that was begun
         self._first = 1  # number of the first one of this training
         self._damaged: set[str] = set()
         self._pending: tuple[Writer, Future[Any], DefaultStager] | None = None
         self._written = 0
-        check_reach(self._folder, exchange)
+
+    def _from_first(self, make: Callable[[], T]) -> T:
+        """Value that the first rank makes. Its CheckpointError is raised on all ranks."""
+        made: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                made = [make(), None]
+            except CheckpointError as err:
+                made = [None, str(err)]
+        if self._group is not None:
+            dist.broadcast_object_list(made, src=0, group=self._group)
+        if made[1] is not None:
+            raise CheckpointError(made[1])
+        return made[0]
 
     def load(self, state: TrainingState, run: Run) -> Mapping[str, str] | None:
         """Go to the newest complete checkpoint that is not damaged; the ones that are get reported.
@@ -130,8 +89,8 @@ class Checkpoints:
         Returns the route of its training; None without one, and then `state` and `run` are as they were. Raises
         CheckpointError if the folder cannot be read, or the checkpoint is of another text.
         """
-        exchange, folder = self._exchange, self._folder
-        manifests, self._number = exchange.from_first(
+        folder = self._folder
+        manifests, self._number = self._from_first(
             lambda: (folder.manifests(), max(folder.names().values(), default=0))
         )
         self._first = self._number + 1
@@ -142,10 +101,7 @@ class Checkpoints:
                 continue
             if not manifest.goes_on(self._key):
                 return None
-            mine = sorted(manifest.files)[exchange.rank :: exchange.ranks]  # each rank looks at a part of the files
-            found = (folder.damage(manifest, name, lambda: self._beat(CHECKPOINT)) for name in mine)
-            damage = next(filter(None, exchange.gathered(next(filter(None, found), None))), None)
-            if damage is not None:
+            if (damage := self._from_first(partial(folder.damage, manifest))) is not None:
                 self._damaged.add(name)
                 self._note(self.report.damaged, f"checkpoint of step {manifest.step} is damaged and not used: {damage}")
                 continue
@@ -167,9 +123,9 @@ class Checkpoints:
         self._number += 1
         place = {"number": self._number, "first": self._first, "step": state.step, "steps": self._case.last_step}
         past = {"begun": tuple(run.begun), "foreign": run.foreign, "route": dict(route), "heldout": heldout}
-        manifest = Manifest(**place, **past, ranks=self._exchange.ranks, key=self._key, text=self._text)
+        manifest = Manifest(**place, **past, ranks=self._ranks, key=self._key, text=self._text)
         writer = Writer(self._folder, manifest, self._wrote)
-        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._exchange.group}
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         if self.spec.asynchronous:
             cuda = self._device.type == "cuda"
             stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # PyTorch 2.11's can be used once
@@ -224,19 +180,19 @@ class Checkpoints:
             progress["soak"] = {"elapsed_s": soak.elapsed_s, "pieces": soak.pieces, "done": soak.done}
             own["soak"] = {"alert_s": soak.alert_s, "intervals": [astuple(interval) for interval in soak.intervals]}
         model, optimizer = get_state_dict(state.model, state.optimizer)
-        ranks = {str(self._exchange.rank): packed(own)}
+        ranks = {str(self._rank): packed(own)}
         return {"model": model, "optimizer": optimizer, "progress": packed(progress), "ranks": ranks}
 
     def _read(self, manifest: Manifest, state: TrainingState, run: Run) -> None:
         """Take over a checkpoint; one of another number of ranks without the ranks' own generators and times."""
-        same, rank = manifest.ranks == self._exchange.ranks, str(self._exchange.rank)
+        same, rank = manifest.ranks == self._ranks, str(self._rank)
         model, optimizer = get_state_dict(state.model, state.optimizer)
         content: dict[str, Any] = {"model": model, "optimizer": optimizer, "progress": b""}
         content |= {"ranks": {rank: b""}} if same else {}
         url = f"{self._folder.url}/{manifest.name}"
         try:
             reader = FsspecReader(url, **storage.OPTIONS)
-            state_dict_loader.load(content, storage_reader=reader, process_group=self._exchange.group)
+            state_dict_loader.load(content, storage_reader=reader, process_group=self._group)
         except CheckpointException as err:
             raise CheckpointError(
                 f"checkpoints: {url}: is whole but cannot be loaded: {_cause(err)}; remove it to go on from the one "
@@ -273,10 +229,10 @@ class Checkpoints:
     def _saved(self, writer: Writer) -> None:
         """Note a checkpoint, and remove what is older than it and not to be kept."""
         self.latest = writer.manifest.step
-        if self._exchange.rank > 0:
+        if self._rank > 0:
             return
         self.report.times_ms.append(1000 * (writer.ended - writer.begun))
-        self.report.sizes.append(sum(file.size for file in writer.manifest.files.values()))
+        self.report.sizes.append(sum(writer.manifest.files.values()))
         try:
             complete = self._folder.complete()
             ours = [each for each in complete if each.number >= self._first and each.name not in self._damaged]
@@ -293,7 +249,7 @@ class Checkpoints:
     def _failed(self, manifest: Manifest, err: BaseException) -> None:
         """Report a checkpoint that was not saved, and remove what there is of it."""
         self._note(self.report.failures, f"checkpoint of step {manifest.step} was not saved: {_cause(err)}")
-        if self._exchange.rank > 0:
+        if self._rank > 0:
             return
         self._beat.sample(manifest.step, {CHECKPOINT_FAILURES.name: float(len(self.report.failures))})
         try:
@@ -303,7 +259,7 @@ class Checkpoints:
 
     def _note(self, lines: list[str], text: str) -> None:
         lines.append(text)
-        if self._exchange.rank == 0:
+        if self._rank == 0:
             self._beat.warn(text)
 
 
@@ -332,71 +288,47 @@ class Writer(FsspecWriter):
         self.manifest = manifest
         self.begun = self.ended = time.perf_counter()  # the latter on the first rank, once it is complete
         self._folder = folder
-        self._files = self.fs = _HashingFileSystem(progress)
+        self.fs = _ReportingFileSystem(progress)
         self.path = self.fs.init_path(url, **storage.OPTIONS)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
-        """As StorageWriter; also returns this rank's files, which `finish` gets on the first rank."""
-        results: list[Any] = [*super().write_data(plan, planner).value(), self._files.written]
-        found: futures.Future[list[WriteResult]] = futures.Future()
-        found.set_result(results)
-        return found
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """As StorageWriter; then writes the manifest."""
-        files = {name: file for of_rank in results for name, file in of_rank[-1].items()}
-        super().finish(metadata, [of_rank[:-1] for of_rank in results])
-        files[".metadata"] = self._files.written[".metadata.tmp"]
+        super().finish(metadata, results)
+        names = dict.fromkeys(each.storage_data.relative_path for of_rank in results for each in of_rank)
+        files = self._folder.sizes(self.manifest.name, [*names, ".metadata"])
         self.manifest = self.manifest.model_copy(update={"files": files})
         self._folder.complete_with(self.manifest)
         self.ended = time.perf_counter()
 
 
-class _HashingFileSystem(FileSystem):
-    """Notes the size and hash of each file that is written, and tells the progress of all together."""
+class _ReportingFileSystem(FileSystem):
+    """Tells the progress of all files that are written together."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         super().__init__()
-        self.written: dict[str, storage.WrittenFile] = {}
-        self.bytes, self.lock, self.progress = 0, threading.Lock(), progress
+        self._bytes, self._progress = 0, progress
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            hashing = _HashingStream(stream, self)
+        failures: list[Exception] = []
+
+        def write(data: Any) -> int:
             try:
-                yield hashing
-            except RuntimeError:
-                if hashing.failure is not None:
-                    raise hashing.failure from None
+                stream_write(data)
+            except Exception as err:
+                failures.append(err)
                 raise
-        self.written[path.rpartition("/")[2]] = storage.WrittenFile(
-            size=hashing.size, sha256=hashing.digest.hexdigest()
-        )
+            size = memoryview(data).nbytes
+            self._bytes += size
+            self._progress(self._bytes)
+            return size
 
-
-class _HashingStream:
-    """A stream that is only appended to; hashes its content."""
-
-    def __init__(self, stream: Any, files: _HashingFileSystem) -> None:
-        self._stream, self._files = stream, files
-        self.digest, self.size = hashlib.sha256(), 0
-        self.failure: Exception | None = None  # the first one; torch.save may end with an error of its own instead
-        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        try:
-            self._stream.write(data)
-        except Exception as err:
-            self.failure = self.failure or err
-            raise
-        view, files = memoryview(data), self._files
-        self.digest.update(view)
-        self.size += view.nbytes
-        with files.lock:
-            files.bytes += view.nbytes
-            files.progress(files.bytes)
-        return view.nbytes
+        with super().create_stream(path, mode) as stream:
+            stream_write = stream.write
+            stream.write = write
+            try:
+                yield stream
+            except RuntimeError:  # perhaps torch.save's own, after a write that failed
+                if failures:
+                    raise failures[0] from None
+                raise

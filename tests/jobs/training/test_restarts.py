@@ -21,7 +21,7 @@ from jobs.process.reporter import ProcessReporter
 from jobs.schema.point import Machine, RanksEnded
 from jobs.train import Case, Spec, measure
 from jobs.training import launch
-from jobs.training.checkpoints.folder import CheckpointFolder, Manifest, WrittenFile
+from jobs.training.checkpoints.folder import CheckpointFolder, Manifest
 from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
 from jobs.training.launch import RankWatch, run_ranks
 
@@ -73,7 +73,7 @@ def _never_begin(_note: Callable[[Any], None], stop: threading.Event) -> RanksEn
 
 def _save(folder: Path, *, step: int, key: str = "k") -> None:
     known: dict[str, Any] = {"number": 1, "first": 1, "steps": 8, "ranks": 2, "begun": (0,), "foreign": 0, "text": ""}
-    manifest = Manifest(step=step, key=key, files={"data": WrittenFile(size=1, sha256="0" * 64)}, **known)
+    manifest = Manifest(step=step, key=key, files={"data": 1}, **known)
     (folder / manifest.name).mkdir(parents=True)
     CheckpointFolder(f"file://{folder}").complete_with(manifest)
 
