@@ -161,7 +161,7 @@ class Explanation:
 class RankProcess:
     rank: int
     pid: int
-    stage: Literal["starting", "joined", "done"]  # joined: has formed a group with the others
+    stage: Literal["starting", "joined"]  # joined: has formed a group with the others
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -218,7 +218,22 @@ class ElasticLauncher:
             watch = _Processes(folder / "pipe", note, stop)
             watch.start()
             try:
-                launch = elastic_launch(_launch_config(ranks, folder), elastic_main)
+                config = LaunchConfig(
+                    min_nodes=1,
+                    max_nodes=1,
+                    nproc_per_node=ranks,
+                    run_id=uuid.uuid4().hex,
+                    rdzv_backend="c10d",
+                    rdzv_endpoint="localhost:0",
+                    local_addr="localhost",
+                    max_restarts=0,
+                    monitor_interval=_POLL_S,
+                    start_method="spawn",  # CUDA cannot be used in a forked process; spawned ones stay in the group
+                    logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.ALL),
+                    log_line_prefix_template="[rank ${rank}] ",
+                    signals_to_handle="",  # its own handler would replace the point's, and raise wherever it is
+                )
+                launch = elastic_launch(config, elastic_main)
                 results = launch(main, folder / "pipe", files, device, gpu_share(device))
                 return [results[number] for number in sorted(results)]
             except ChildFailedError as err:
@@ -227,9 +242,9 @@ class ElasticLauncher:
                 watch.close()
                 os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # the launcher has set it
             codes = {number: code for number, code in codes.items() if number not in watch.killed}
-            died = dict.fromkeys([*codes, *watch.gone], "ended without a word")
-            for number, code in codes.items():
-                died[number] = f"was {describe_exit(code)}" if code < 0 else f"exited with code {code}"
+            died = {
+                n: f"was {describe_exit(code)}" if code < 0 else f"exited with code {code}" for n, code in codes.items()
+            }
             died |= dict.fromkeys(watch.late, "did not end in time")
             tails = {int(log.parent.name): tail(log, _TAIL) for log in (folder / "logs").glob("**/stderr.log")}
             of_memory = [n for n in died if codes.get(n) == -signal.SIGKILL and n not in watch.late]
@@ -237,41 +252,20 @@ class ElasticLauncher:
             raise RanksEnded(died, tails, of_memory if oom_kills() > kills else (), cards)
 
 
-def _launch_config(ranks: int, folder: Path) -> LaunchConfig:
-    patience: dict[str, Any] = {}
-    if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # PyTorch 2.11 always gives 30 s
-        patience["shutdown_timeout"] = _STOP_S  # for ranks to end once one has
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=_POLL_S,
-        start_method="spawn",  # CUDA cannot be used in a forked process; and spawned ones stay in the point's group
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), tee=Std.ALL),
-        log_line_prefix_template="[rank ${rank}] ",
-        signals_to_handle="",  # its own handler would replace the point's, and raise wherever it is
-        **patience,
-    )
-
-
 class _Processes(threading.Thread):
-    """The ranks' processes: passes on their messages; ends all once one failed or died, or `stop` is set."""
+    """The ranks' processes: passes on their messages; ends all once one failed, or `stop` is set.
+
+    The launcher ends the others if one dies; one that has raised may also hang in CUDA's clean-up.
+    """
 
     def __init__(self, pipe: Path, note: Callable[[Any], None], stop: threading.Event) -> None:
         super().__init__(name="ranks", daemon=True)
-        self.gone: list[int] = []  # ranks whose process ended before they had done their work, in the order noticed
         self.late: list[int] = []  # ranks that were killed because they did not end when asked to
         self.killed: set[int] = set()  # these, and those that went on after another had failed
         os.mkfifo(pipe)
         self._inbox = Inbox(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # its own writer: it never reads end of file
         self._note, self._stop_asked = note, stop
         self._pids: dict[int, int] = {}
-        self._working: set[int] = set()  # ranks that have joined the others and are not done
         self._asked: set[int] = set()  # ranks that got SIGTERM
         self._asked_at = self._failed_at = float("inf")
         self._closing = threading.Event()
@@ -280,10 +274,6 @@ class _Processes(threading.Thread):
         while not self._closing.is_set():
             self._read(_POLL_S)
             now, running = time.monotonic(), [number for number, pid in sorted(self._pids.items()) if child_runs(pid)]
-            gone = self._working - self.killed - {*running, *self.gone}
-            if gone:
-                self.gone += gone
-                self._failed_at = min(self._failed_at, now)
             ending: list[int] = []
             if self._stop_asked.is_set():
                 self._asked_at = min(self._asked_at, now)
@@ -310,9 +300,8 @@ class _Processes(threading.Thread):
         messages = self._inbox.receive(timeout)
         for message in messages:
             match message:
-                case RankProcess(rank=number, pid=pid, stage=stage):
+                case RankProcess(rank=number, pid=pid):
                     self._pids[number] = pid
-                    (self._working.add if stage == "joined" else self._working.discard)(number)
                 case RankFailure():
                     self._failed_at = min(self._failed_at, time.monotonic())
             self._note(message)

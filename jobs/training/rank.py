@@ -158,7 +158,6 @@ def train(case: TextCase, surroundings: Surroundings, rank: Rank) -> RankReport:
                 dist.destroy_process_group()
         finally:
             report.close()
-        rank.post(RankProcess(rank.number, os.getpid(), "done"))
         return result
 
 
