@@ -29,7 +29,7 @@ from jobs.measure.check import WrongResult
 from jobs.measure.clock import TimingSpec, synchronize
 from jobs.measure.isolation import trace_branch
 from jobs.measure.memory import measure_held, resident_bytes, tensor_bytes
-from jobs.measure.model_pass import ModelPass, PassCase
+from jobs.measure.passes import ModelPass, PassCase
 from jobs.measure.search import BISECTION, Size, Untried, bisected
 from jobs.schema.axes import Axis
 from jobs.schema.point import FAILURE_FILES, Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point

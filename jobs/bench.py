@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import l2_filler
-from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
+from jobs.measure.passes import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import STAGE, TELEMETRY
 from jobs.specs.fields import Implementations
@@ -52,8 +52,9 @@ class Spec(LayoutsSpec):
 
     def points(self, machine: Machine) -> Sequence[Point]:
         """Timed points, shortest lengths first, then stage points in the same order."""
-        sweeps = self.sweeps(machine, Case)
-        timed = [point for n, sweep in sweeps for point in sweep.points([n], self.passes, self.implementations)]
+        timed: list[Point] = []
+        for length, batch, model, layout in self.layouts():
+            timed += self.grid(machine, Case, model, [length], batch, self.passes, self.implementations, layout=layout)
         staged = []
         for point in timed if machine.device == "cuda" and self.profiles else ():
             case = point.case

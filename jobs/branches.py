@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from jobs.measure.call import bare_model, measure_call
 from jobs.measure.isolation import trace_branch
-from jobs.measure.operator import OperatorCase, Sweep, SweepSpec
+from jobs.measure.passes import OperatorCase, SweepSpec
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, TIME
@@ -63,11 +63,10 @@ class Spec(SweepSpec):
         """Points of the grid, shortest lengths first, but for branches that a backend does not compute."""
         model = bare_model(self.shape, self.nsa)
         refuse_unusable(self.backends, machine, self.dtype, model, WINDOW_ALONE, "backends")
-        sweep = Sweep(self, machine, Case, model, self.batch)
         points = []
         for seq_len, branch, pass_, backend in product(sorted(self.lengths), self.branches, self.passes, self.backends):
             if computes(backend, branch):
-                case = sweep.case_of(seq_len, pass_, backend, branch=branch)
+                case = self.case_of(machine, Case, model, (backend, pass_, seq_len, self.batch), branch=branch)
                 label = f"{backend} {branch} {pass_} S={seq_len}"
                 points.append(Point("branches", label, case, case.axes(more={"branch": branch})))
         return points

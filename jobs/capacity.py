@@ -19,7 +19,7 @@ from pydantic import Field
 from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
 from jobs.measure.clock import synchronize
-from jobs.measure.model_pass import ImplementationsSpec, ModelPass, PassCase
+from jobs.measure.passes import ImplementationsSpec, ModelPass, PassCase
 from jobs.measure.search import Untried, outcome
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point

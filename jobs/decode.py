@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import Agreement, Operator, judge, small_case
-from jobs.measure.operator import WorkloadSpec
+from jobs.measure.passes import WorkloadSpec
 from jobs.measure.rows import RowCheck, row_metrics
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, TELEMETRY, THROUGHPUT, TIME, Better, Plot, Quantity, Role

@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from jobs.measure.call import measure_call
 from jobs.measure.memory import tensor_bytes
-from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
-from jobs.measure.operator import estimate_error
+from jobs.measure.passes import ModelPass, PassCase, PassSpec, estimate_error
 from jobs.schema.point import Beat, Measurement, Metric
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, TELEMETRY, Quantity, Role
 from nsa_core.memory import predicts

@@ -24,7 +24,7 @@ from jobs.hardware.environment import environment
 from jobs.hardware.stats import summarize
 from jobs.hardware.telemetry import Telemetry
 from jobs.measure.memory import measure_peak
-from jobs.measure.model_pass import ImplementationsSpec
+from jobs.measure.passes import ImplementationsSpec
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point, reporter
 from jobs.schema.quantities import AGREEMENT, ENERGY, MEMORY, TELEMETRY, THROUGHPUT, TIME, Better, Quantity, Role
 from jobs.schema.training_plan import MODE_AXES, mode_of

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jobs.adapters import PEERS, TORCH_FIXED, Peer, PeerProblem, find_peer, load_peer, peer_names
 from jobs.measure.check import Agreement, Operator, check_operator
-from jobs.measure.operator import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
+from jobs.measure.passes import OPERATOR_QUANTITIES, LayoutsSpec, OperatorCase, measure_operator
 from jobs.schema.plain_text import error_in_a_line
 from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.quantities import TELEMETRY
@@ -111,14 +111,16 @@ class Spec(LayoutsSpec):
         points: list[Point] = []
         kernel = None if self.window_kernel == "auto" else self.window_kernel
         needs = "torch-varlen" if kernel == TORCH_FIXED else kernel  # the same kernel's
-        for length, sweep in self.sweeps(machine, Case):
-            if needs and (reason := dense_reasons(machine, self.dtype, sweep.model.head_dim)[f"dense-{needs}"]):
+        for length, batch, model, layout in self.layouts():
+            if needs and (reason := dense_reasons(machine, self.dtype, model.head_dim)[f"dense-{needs}"]):
                 raise SpecError(f"window_kernel: {kernel!r}: {reason}; use auto")
             for pass_, name in product(self.passes, self.peers):
-                case = sweep.case_of(length, pass_, name, window_kernel=kernel, error_factor=self.error_factor)
-                points.append(replace(sweep.point(case), skip_reason=_reason_against(case, machine)))
+                own = {"window_kernel": kernel, "error_factor": self.error_factor}
+                case = self.case_of(machine, Case, model, (name, pass_, length, batch), **own)
+                points.append(replace(self.point_of(case, machine, layout), skip_reason=_reason_against(case, machine)))
             if self.implementations:
-                points += sweep.points([length], self.passes, self.implementations)
+                grid = [length], batch, self.passes, self.implementations
+                points += self.grid(machine, Case, model, *grid, layout=layout)
         return points
 
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs.measure.call import measure_call
 from jobs.measure.clock import TimingSpec
-from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
+from jobs.measure.passes import ModelPass, PassCase, PassSpec
 from jobs.schema.point import Beat, Measurement, Metric
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
 from nsa_core.routes import RANGE

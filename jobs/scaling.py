@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from jobs.measure.operator import OPERATOR_QUANTITIES, OperatorCase, Sweep, WorkloadSpec, measure_operator
+from jobs.measure.passes import OPERATOR_QUANTITIES, OperatorCase, WorkloadSpec, measure_operator
 from jobs.schema.point import Machine, Point
 from jobs.schema.quantities import TELEMETRY
 from jobs.specs.fields import DENSE_KERNELS, Count, HeadsSpec, Implementations, Layers, Passes
@@ -62,5 +62,5 @@ class Spec(WorkloadSpec):
         if self.shape is not None:
             sizes = self.shape.model_dump(include={"dim", "ffn_dim", "vocab_size"}, exclude_none=True)
             model = replace(model, **sizes)
-        sweep = Sweep(self, machine, Case, model, self.batch, self.workload)
-        return sweep.points(self.lengths, self.passes, self.implementations)
+        grid = self.lengths, self.batch, self.passes, self.implementations
+        return self.grid(machine, Case, model, *grid, workload=self.workload)

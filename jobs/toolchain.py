@@ -24,7 +24,7 @@ from jobs.hardware.variables import effective
 from jobs.measure.call import measure_call
 from jobs.measure.check import CEILING
 from jobs.measure.clock import TimingSpec
-from jobs.measure.model_pass import ModelPass, PassCase, PassSpec
+from jobs.measure.passes import ModelPass, PassCase, PassSpec
 from jobs.process import messages
 from jobs.process.child import Channel, Child, DeadlineWatch
 from jobs.process.memory_limit import gpu_share

@@ -30,7 +30,7 @@ from nsa_core.model import ModelConfig
 from nsa_core.routes import Branch, route_of
 
 if TYPE_CHECKING:
-    from jobs.measure.model_pass import ModelPass
+    from jobs.measure.passes import ModelPass
 
 
 class ModelCase(Case):

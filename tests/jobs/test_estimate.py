@@ -9,7 +9,7 @@ import torch
 from travelling import CPU, travelled, values_of
 
 from jobs.estimate import Spec, measure, measure_parts
-from jobs.measure.model_pass import ModelPass
+from jobs.measure.passes import ModelPass
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 

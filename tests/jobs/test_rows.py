@@ -14,7 +14,7 @@ from travelling import CPU, H200, HEADS, NSA, QUICK, measured, values_of
 from jobs import estimate
 from jobs.measure import check
 from jobs.measure.check import WrongResult
-from jobs.measure.operator import lowest_ms
+from jobs.measure.passes import lowest_ms
 from jobs.scaling import Spec
 from jobs.specs.kinds import kind_module
 from nsa_core.backends import chunked, gather
