@@ -108,12 +108,7 @@ class Spec(train.TrainingSpec):
 def measure(case: Case, beat: Beat) -> Measurement:
     """Train piece by piece, each piece on ranks that are started anew; also one rank is a process of its own.
 
-    Times and losses are the first rank's; memory is that of the rank that holds the most.
-
-    Raises:
-        MemoryLimit: a rank held more memory than `limit_gb`.
-        Suspended: SIGTERM came before the end.
-        Others: as run_ranks.
+    Times and losses are the first rank's; memory is that of the rank that holds the most. Raises as run_ranks.
     """
     there, restarts = reporter(beat).surroundings, 0
     with noting_sigterm() as stop:

@@ -212,14 +212,7 @@ def measure(case: Case, beat: Beat) -> Measurement:
 
 
 def trained(case: Case, beat: Beat) -> list[RankReport]:
-    """Train in this process, or on several ranks; returns their reports, by rank.
-
-    Raises:
-        DataError: there is no such text, or too little.
-        WrongResult: the attention disagrees with the oracle.
-        RankFailed: one of several ranks failed.
-        Others: as Trainer.run; where memory ran out, torch.OutOfMemoryError (device) or RuntimeError (host).
-    """
+    """Train in this process, or on several ranks; returns their reports, by rank. Raises as train_rank or run_ranks."""
     with noting_sigterm() as stop:
         if case.layout.ranks > 1:
             return run_ranks(case, beat, stop)

@@ -51,9 +51,8 @@ class EnergyMeter:
         if self.begun is None:
             return
         (before, since), self.begun = self.begun, None
-        joules = self._counter()
-        if joules is None or joules < before:  # the driver was loaded anew
-            self._gpu, self._sum = None, Energy(0.0, 0, 0.0)
+        if (joules := self._counter()) is None:
+            self._sum = Energy(0.0, 0, 0.0)
         else:
             seconds = self._sum.seconds + time.perf_counter() - since
             self._sum = Energy(self._sum.joules + joules - before, self._sum.work + work, seconds)

@@ -51,30 +51,24 @@ def probe(device: Literal["auto", "cpu", "cuda"]) -> Machine:
         versions["triton"] = triton
     if not gpu:
         return Machine("cpu", cpu_name(), host_memory(), versions)
+    import torch
+
     from nsa_core.backends.triton import triton_problem
 
-    card = _card()
+    try:
+        card = nvml.describe(nvml.visible_gpus()[0])
+    except (nvml.NvmlError, IndexError):
+        card = {}
+    if not {"name", "memory_mib", "capability"} <= card.keys():  # NVML does not know it: ask CUDA, with a context
+        found = torch.cuda.get_device_properties(0)
+        card = {"name": found.name, "memory_mib": str(found.total_memory // 2**20)}
+        card["capability"] = f"{found.major}.{found.minor}"
     versions["cuda"] = build["cuda"] or "unknown"
     versions |= {name: card.get(name, "unknown") for name in ("driver", "capability")}
     versions |= {package: version for package in _FLASH if (version := installed(package))}
     if triton and (problem := triton_problem()):
         versions[TRITON_PROBLEM] = problem
     return Machine("cuda", card["name"], int(card["memory_mib"]) * 2**20, versions)
-
-
-def _card() -> dict[str, str]:
-    """Name, memory and capability of the first visible GPU; from CUDA, with a context, if NVML does not know it."""
-    try:
-        card = nvml.describe(nvml.visible_gpus()[0])
-        if {"name", "memory_mib", "capability"} <= card.keys():
-            return card
-    except (nvml.NvmlError, IndexError):
-        pass
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    capability = f"{properties.major}.{properties.minor}"
-    return {"name": properties.name, "memory_mib": str(properties.total_memory // 2**20), "capability": capability}
 
 
 def host_memory() -> int:
