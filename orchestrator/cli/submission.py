@@ -176,7 +176,15 @@ def cancel_run(settings: Settings, store: Store, run_id: str) -> str:
             ) from None
         if journal:
             store.apply_many(read(path))  # the database may have missed some
-        records = _endings(store, run_id, by)
+        run = queries.run(store, run_id) or run
+        records: list[Record] = []
+        if not RunState(run["state"]).ended:  # as its journal may say
+            ending: dict[str, Any] = {"run_id": run_id, "reason": by}
+            for row in queries.attempts(store, run_id).to_dict("records"):
+                if not PointState(row["state"]).ended:
+                    point = {"point_id": row["point_id"], "attempt": row["number"], "state": PointState.CANCELLED}
+                    records.append(OutcomeRecord(**ending, **point))
+            records.append(RunEndRecord(**ending, state=RunState.CANCELLED, resumed=run["resumed"]))
         if journal:
             journal.append(records)
         store.apply_many(records)
@@ -209,21 +217,6 @@ def _is_journal_of(run_id: str, path: Path) -> bool:
     except JournalError:
         return False
     return first is not None and first.run_id == run_id
-
-
-def _endings(store: Store, run_id: str, reason: str) -> list[Record]:
-    """Records that end the run's unfinished attempts, then the run; none if it has ended, as its journal may say."""
-    run = queries.run(store, run_id)
-    assert run is not None, "the caller looked the run up"
-    if RunState(run["state"]).ended:
-        return []
-    ending: dict[str, Any] = {"run_id": run_id, "reason": reason}
-    outcomes: list[Record] = [
-        OutcomeRecord(**ending, point_id=row["point_id"], attempt=row["number"], state=PointState.CANCELLED)
-        for row in queries.attempts(store, run_id).to_dict("records")
-        if not PointState(row["state"]).ended
-    ]
-    return [*outcomes, RunEndRecord(**ending, state=RunState.CANCELLED, resumed=run["resumed"])]
 
 
 def run_steps(settings: Settings, steps: Sequence[Step], *, dry_run: bool = False) -> None:

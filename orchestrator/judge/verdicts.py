@@ -316,6 +316,10 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     elif len(ended) < least:
         reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
     evidence = [point["point_id"] for point in bad or ended]
+    is_bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
+    is_bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
+    for implementation, state in rule.but.items():
+        is_bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {is_bad} END"
     doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
     reason += f"; {doubts}" if doubts else ""
     return replace(
@@ -327,14 +331,5 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
         evidence=evidence,
         run_id=run.run_id,
         commit=run.commit,
-        query=_count_of_bad(rule, evidence),
+        query=f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, evidence))}) AND {is_bad}",
     )
-
-
-def _count_of_bad(rule: StatesRule, point_ids: Sequence[str]) -> str:
-    """SQL that counts those of the points that are bad."""
-    bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
-    bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
-    for implementation, state in rule.but.items():
-        bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {bad} END"
-    return f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, point_ids))}) AND {bad}"

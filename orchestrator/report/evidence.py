@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cache, cached_property
 from typing import Any
 
-import pandas as pd
 import yaml
 from markupsafe import Markup
 from pydantic_core import to_jsonable_python
@@ -48,25 +47,21 @@ class Evidence:
         self.runs = [run for run_id in run_ids if (run := queries.run(store, run_id)) is not None]
         self.points = cache(lambda run_id: queries.states(store, run_ids=[run_id]).to_dict("records"))
         self.fits = cache(lambda run_id: scaling_fits(queries.scaling(store, run_ids=[run_id])))
-        self._measured = cache(lambda run_id: _by_point(queries.measurements(store, run_ids=[run_id])))
+        self._measured: dict[str, dict[str, dict[str, tuple[float, str]]]] = {}
 
     def values(self, row: Row) -> Mapping[str, tuple[float, str]]:
         """A point's metrics: value and unit by name."""
-        return self._measured(row["run_id"])[row["point_id"]]
+        if row["run_id"] not in self._measured:
+            points = self._measured[row["run_id"]] = defaultdict(dict)
+            for each in queries.measurements(self.store, run_ids=[row["run_id"]]).to_dict("records"):
+                points[each["point_id"]][each["metric"]] = each["value"], each["unit"]
+        return self._measured[row["run_id"]][row["point_id"]]
 
     @cached_property
     def decisions(self) -> list[Decision]:
         """The decisions on these runs by the rules of the settings."""
         gates = load_gates(load_settings().gates)
         return decisions(gates, evaluate(self.store, gates, [run["run_id"] for run in self.runs]))
-
-
-def _by_point(measurements: pd.DataFrame) -> Mapping[str, dict[str, tuple[float, str]]]:
-    """Value and unit of each metric by its point."""
-    found: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
-    for point_id, metric, value, unit in measurements[["point_id", "metric", "value", "unit"]].itertuples(index=False):
-        found[point_id][metric] = value, unit
-    return found
 
 
 class Spec:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jobs.schema.quantities import Role, readable
 from jobs.schema.states import Result
-from orchestrator.judge.analysis import Fit, scaling_fits
+from orchestrator.judge.analysis import scaling_fits
 from orchestrator.judge.decisions import Decision, decisions, query
 from orchestrator.judge.rules import QUESTIONS, load_gates
 from orchestrator.judge.steps import merged, total
@@ -44,7 +44,16 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
         headline = quantities.names(role=Role.HEADLINE)
         fits = [fit for fit in scaling_fits(queries.scaling(store, run_ids=[run_id])) if fit.metric in headline]
         metrics = metrics.loc[metrics["metric"].isin(headline)]
-        table = _growth(fits) if fits else points_table("Results", metrics, quantities, {})
+        table = points_table("Results", metrics, quantities, {})
+        if fits:
+            rows = []
+            for fit in fits:
+                named = [fit.series[name] for name in ("implementation", "workload", "pass")]
+                series = " ".join(filter(None, [*named, *own_axes(fit.series)]))
+                cells = bench.law_cells(fit, fit.local)
+                del cells["local exponents"]
+                rows.append({"series": series, "metric": fit.metric, **cells})
+            table = Table.of("Growth with sequence length S", "", rows)
         if table.rows:
             console.print(table.rich())
     gates = load_gates(gates_file)
@@ -64,18 +73,6 @@ def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console
     if blank:
         console.print(f"no evidence in this run for {', '.join(blank)}")
     return found
-
-
-def _growth(fits: Sequence[Fit]) -> Table:
-    """The fitted growth, a row per series and metric."""
-    rows = []
-    for fit in fits:
-        named = [fit.series[name] for name in ("implementation", "workload", "pass")]
-        series = " ".join(filter(None, [*named, *own_axes(fit.series)]))
-        cells = bench.law_cells(fit, fit.local)
-        del cells["local exponents"]
-        rows.append({"series": series, "metric": fit.metric, **cells})
-    return Table.of("Growth with sequence length S", "", rows)
 
 
 def print_gate(decisions: Sequence[Decision], console: Console, *, why: bool = False) -> None:
