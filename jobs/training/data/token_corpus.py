@@ -207,7 +207,7 @@ class Tokenizer:
     def __init__(self, spec: DataSpec) -> None:
         os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))  # else each rank takes all cores
         try:
-            self._open(spec, _load(spec))
+            self._open(spec)
         except ImportError:
             raise DataError(f"{spec.tokenizer_source}: {missing_extra(['tokenizers'])}") from None
         except (DataError, MemoryError):
@@ -220,7 +220,18 @@ class Tokenizer:
                 )
             raise DataError(f"{spec.tokenizer_source}: cannot be loaded ({error_in_a_line(err)}); {fix}") from None
 
-    def _open(self, spec: DataSpec, tokenizer: Any) -> None:
+    def _open(self, spec: DataSpec) -> None:
+        import tokenizers
+
+        tokenizer: Any
+        if spec.tokenizer_path is None:
+            tokenizer = tokenizers.Tokenizer.from_pretrained(_GPT2_REPOSITORY)
+        elif (file := tokenizer_file(spec.tokenizer_path)).name != "vocab.json":
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        else:
+            model = tokenizers.models.BPE.from_file(str(file), str(file.with_name("merges.txt")))
+            tokenizer = tokenizers.Tokenizer(model)
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = True  # text that looks like a special token is text
         tokenizer.no_truncation()  # its file may ask for either
@@ -258,17 +269,3 @@ class Tokenizer:
                 break
         found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # on as many threads as PyTorch has
         return torch.tensor([number for each in found for number in (*each.ids, self.end)], dtype=torch.int32)
-
-
-def _load(spec: DataSpec) -> Any:
-    """The tokenizer's object of the package `tokenizers`."""
-    import tokenizers
-
-    if spec.tokenizer_path is None:
-        return tokenizers.Tokenizer.from_pretrained(_GPT2_REPOSITORY)
-    if (file := tokenizer_file(spec.tokenizer_path)).name != "vocab.json":
-        return tokenizers.Tokenizer.from_file(str(file))
-    model = tokenizers.models.BPE.from_file(str(file), str(file.with_name("merges.txt")))
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer
