@@ -138,11 +138,6 @@ def train_rank(case: TextCase, device: torch.device, rank: int, beat: Beat, stop
     )
 
 
-def missing_variables() -> dict[str, str]:
-    """Variables of PROCESS_GROUP that the environment of this process lacks."""
-    return {name: value for name, value in PROCESS_GROUP.items() if name not in os.environ}
-
-
 def train(case: TextCase, surroundings: Surroundings, rank: Rank) -> RankReport:
     """Train as one of the case's ranks; reports to the process that started them."""
     threading.current_thread().name = f"rank {rank.number}"  # seen in dumps of stacks
@@ -169,7 +164,8 @@ def elastic_main(main: Callable[[Rank], T], pipe: Path, folder: Path, device: st
     post_mortem.offer_stacks()
     post(RankProcess(number, os.getpid(), "starting"))
     with _telling_failure(post, number):
-        os.environ.update(missing_variables())
+        for name, value in PROCESS_GROUP.items():
+            os.environ.setdefault(name, value)
         joined = torch.device(device)
         if device == "cpu":
             dist.init_process_group("gloo", timeout=TIMEOUT)

@@ -25,7 +25,7 @@ from jobs.process import post_mortem
 from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
 from jobs.process.reporter import interval
 from jobs.schema.point import Measurement, Rank, RanksEnded
-from jobs.training.rank import TIMEOUT, missing_variables
+from jobs.training.rank import PROCESS_GROUP, TIMEOUT
 from orchestrator.background import in_background
 from orchestrator.execute.ray_connection import in_brief
 from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
@@ -270,7 +270,8 @@ def driver(cluster: Cluster, stop: threading.Event) -> Iterator[None]:
 
     env = dict(cluster.runtime_env)
     # Ray's variables hide a node's own, which this process has.
-    env["env_vars"] = {**missing_variables(), **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
+    missing = {name: value for name, value in PROCESS_GROUP.items() if name not in os.environ}
+    env["env_vars"] = {**missing, **env.get("env_vars", {}), **_TRAIN, **cluster.env_vars}
     try:
         try:
             ray.init(address=cluster.address, runtime_env=env, log_to_driver=True, logging_level=logging.ERROR)
