@@ -136,8 +136,8 @@ class CheckpointFolder:
             while not self._fs.exists(f"{self._root}/{name}/{file}"):
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        f"NSA_ARTIFACT_STORE: {self.url}: the first rank's node does not see {file}, which a rank "
-                        "wrote there; name a store that all nodes reach"
+                        f"NSA_ARTIFACT_STORE: the first rank's node does not see {file}, which a rank wrote there; "
+                        "name a store that all nodes reach"
                     )
                 time.sleep(0.5)
             found[file] = self._fs.size(f"{self._root}/{name}/{file}")
