@@ -70,10 +70,6 @@ def _group(item: pytest.Item) -> str | None:
     return next((group[0] for group in GROUPS if item.nodeid.startswith(group)), None)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", default="1/1", metavar="I/N", help="run every N-th test only, from the I-th on")
-
-
 def pytest_collection_finish() -> None:
     """Look for garbage from now on, but not among what collecting has made, which stays."""
     gc.freeze()
@@ -81,9 +77,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this process's share; where workers share the suite, tell the groups, and begin with what takes longest."""
-    share, shares = map(int, config.getoption("--share").split("/"))
-    items[:] = items[share - 1 :: shares]
+    """Where workers share the suite, tell the groups, and begin with what takes longest."""
     if (given := getattr(config, "workerinput", None)) is not None:  # a worker of xdist
         groups = {item.nodeid: group for item in items if (group := _group(item)) is not None}
         Path(given["groups"]).write_text(json.dumps(groups))

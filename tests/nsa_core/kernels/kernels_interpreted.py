@@ -20,8 +20,6 @@ pytestmark = MARKS
 OTHERS = {
     "no tile's multiples": NSAConfig(12, 4, 24, slc_count=5, init_blocks=2, local_blocks=1, window=21),
     "a window within the local blocks": NSAConfig(**SMALL),
-    "no initial blocks": NSAConfig(**SMALL, init_blocks=0),
-    "no local blocks": NSAConfig(**SMALL, local_blocks=0),
     "no forced blocks": NSAConfig(**SMALL, init_blocks=0, local_blocks=0),
     "no free blocks": NSAConfig(**SMALL, init_blocks=2),
     "no overlap, one block of all": NSAConfig(8, 8, 8, slc_count=1, init_blocks=0, local_blocks=0, window=1),
@@ -29,7 +27,6 @@ OTHERS = {
     "a window just as wide as the local blocks": NSAConfig(8, 4, 16, slc_count=5, window=32),
     "a window over the initial blocks": NSAConfig(8, 4, 8, slc_count=6, init_blocks=2, window=61),
     "no local blocks and a wide window": NSAConfig(8, 4, 16, slc_count=3, local_blocks=0, window=40),
-    "a window within what is causal": NSAConfig(8, 4, 16, slc_count=6, window=37),
     "the widest window of 32 bits": NSAConfig(**SMALL | {"window": 2**31 - 1}),
 }
 
@@ -49,10 +46,9 @@ def distances(case, config, dtype=torch.float64, **options):
     ("tokens", "heads", "kv_heads", "dim", "value_dim", "batch"),
     [
         (1, 2, 1, 16, 16, 1),
-        (33, 16, 1, 16, 16, 1),
         (75, 6, 2, 16, 16, 2),
         (100, 3, 1, 24, 40, 1),
-        (60, 24, 1, 16, 16, 1),  # a tile has as many rows as a group has heads, or the next power of two
+        (33, 24, 1, 16, 16, 1),  # a tile has as many rows as a group has heads, or the next power of two
         (60, 128, 1, 16, 16, 1),
     ],
 )
@@ -65,12 +61,12 @@ def test_values_and_gradients(make_case, config, tokens, heads, kv_heads, dim, v
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_sizes(make_case, name):
-    assert max(distances(make_case(125, 3, 1), OTHERS[name])) < 1e-6
+    assert max(distances(make_case(90, 3, 1), OTHERS[name])) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [125, 50])
-def test_a_chosen_block_is_seen_up_to_the_query(make_case, rows):
+def test_a_chosen_block_is_seen_up_to_the_query(make_case):
     """Queries and keys turn with their position, so that a query's own block, which is not over, is among the best."""
+    rows = 50
     case, config = make_case(125, 2, 1, rows=rows), OTHERS["no forced blocks"]
     angle = torch.arange(125)[:, None] / 20
     towards = 6 * torch.cat([angle.cos(), angle.sin()], 1)[:, None]
@@ -82,7 +78,7 @@ def test_a_chosen_block_is_seen_up_to_the_query(make_case, rows):
     assert max(distances(case, config)) < 1e-5  # scores of 36 round more than those of others
 
 
-@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(2, 16, 16), (8, 40, 24), (1, 136, 24)])
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(8, 40, 24), (1, 136, 24)])
 def test_float16_is_near_the_oracle(make_case, config, heads, dim, value_dim):
     """float16 rounds at 2^-11; bfloat16 products are wrong in the interpreter and tested on a device."""
     assert max(distances(make_case(100, heads, 1, dim, value_dim, dtype=torch.float16), config)) < 1e-3
@@ -157,12 +153,11 @@ def test_nothing_before_t_changes_when_later_tokens_do(make_case, config):
     assert not torch.equal(out[:, t], changed[:, t])
 
 
-@pytest.mark.parametrize("longest", [None, 40])
-def test_what_is_no_number_stays_in_its_packed_sequence(make_case, longest):
+def test_what_is_no_number_stays_in_its_packed_sequence(make_case):
     """In the longest and in the shorter one; a third has no block at all."""
     config = NSAConfig(8, 4, 8, slc_count=4, local_blocks=1, window=12)  # from 32 tokens on there are blocks to choose
     leaves = [x[0].detach() for x in make_case(82, 2, 1).leaves]
-    options = {"cu_seqlens": torch.tensor([0, 40, 78, 82, 82]), "max_seqlen": longest}
+    options = {"cu_seqlens": torch.tensor([0, 40, 78, 82, 82]), "max_seqlen": 40}
     sound = run([x.clone().requires_grad_() for x in leaves], config, "triton", **options)
     for value, start, end, token in ((math.nan, 0, 40, 5), (math.inf, 40, 78, 75)):
         given = [x.clone() for x in leaves]
@@ -180,21 +175,20 @@ def test_queries_in_chunks_change_nothing(make_case, config, monkeypatch):
     from nsa_core.kernels.runtime import replay
     from nsa_core.kernels.selected import inverse
 
-    case = make_case(85, 4, 2, batch=2)
+    case = make_case(76, 2, 2, batch=2)
     whole = run(case.leaves, config, "triton")
     monkeypatch.setattr(scores, "_BUFFER", 37 * 4 * 4 * 4)
-    for rows in (8, 33):  # of 21 a sequence and kv head: within one, and beyond one
+    for rows in (8, 20):  # of 12 a sequence and kv head: within one, and beyond one
         monkeypatch.setattr(inverse, "slot_rows", lambda q, kv_heads, dim, free, rows=rows: rows)
         replay.kept.cache_clear()
         for x, y in zip(whole, run(case.leaves, config, "triton"), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [40, 24])  # keys shared with the selected branch, or not
-def test_a_call_that_is_replayed_gives_what_is_computed(make_case, monkeypatch, window):
+def test_a_call_that_is_replayed_gives_what_is_computed(make_case, config, monkeypatch):
     from nsa_core.kernels import attention
 
-    cases, config = [make_case(70, 2, 1, seed=seed) for seed in range(2)], NSAConfig(**SMALL | {"window": window})
+    cases = [make_case(70, 2, 1, seed=seed) for seed in range(2)]
     computed = [run(case.leaves, config, "triton") for case in cases]  # the second call is captured
     monkeypatch.delattr(attention, "forward")
     monkeypatch.delattr(attention, "backward")
