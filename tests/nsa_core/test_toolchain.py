@@ -1,7 +1,4 @@
-"""A Triton that the kernels were not run with, or that lacks what they use: `auto` falls back, everything says why.
-
-Each process finds another installation on its path, and is asked what it chooses on a GPU.
-"""
+"""A Triton that the kernels were not run with, or that lacks what they use: `auto` falls back, everything says why."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton_choice
 
 from jobs.schema.point import Machine
 from jobs.specs.fit import backend_reasons
@@ -25,78 +23,11 @@ from nsa_core.backends.triton import Heads, triton_problem, triton_version
 from nsa_core.errors import BackendError
 from orchestrator.cli import doctor
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-LOOK = """
-import json, torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from jobs.specs.fit import backend_reasons
-from jobs.schema.point import Machine
-from nsa_core import available_backends
-from nsa_core.backends import default, resolve
-from nsa_core.backends.triton import Heads, triton_problem, triton_version
-from nsa_core.errors import BackendError
-from nsa_core.memory import predicts
-from nsa_core.projections import in_compiled_training
-from orchestrator.cli import doctor
-from orchestrator.settings import Settings
 
-CUDA, HALF = torch.device("cuda"), torch.bfloat16
-found = {"auto": default(CUDA, HALF), "reason": available_backends(CUDA, HALF)["triton"]}
-found["predicts"] = predicts("triton")
-try:
-    resolve("triton", ("cmp", "slc", "win", "select"), CUDA, HALF)
-except BackendError as err:
-    found["named"] = str(err)
-
-torch.compiler.is_compiling = lambda: True
-with FakeTensorMode():
-    found["fused training"] = in_compiled_training(torch.empty(4, 4, dtype=HALF, device=CUDA))
-machine = Machine("cuda", "A100", 80 * 2**30, {"capability": "8.0", "triton": triton_version() or ""})
-found["job"] = backend_reasons(machine, HALF, Heads(64, 2))["triton"]
-found["doctor"] = {one.name: [str(one.health), one.detail] for one in doctor.findings(Settings())}["triton"]
-print(json.dumps(found))
-"""
-RENAMED_AT_IMPORT = "import triton.experimental.gluon.language.nvidia.hopper as hopper\ndel hopper.warpgroup_mma\n"
-
-
-@dataclass(frozen=True)
-class Installation:
-    """Files ahead of the real packages on a process's path, and the reason that the kernels are refused with."""
-
-    files: dict[str, str]
-    reason: str
-    shows_in_metadata: bool = True
-
-
-INSTALLATIONS = {
-    "a newer version": Installation(
-        {"triton-3.10.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: triton\nVersion: 3.10.1\n"},
-        "Triton 3.10.1 is untested, the kernels were run with 3.6 to 3.9: pip install",
-    ),
-    "a symbol of an import renamed": Installation(
-        {"sitecustomize.py": RENAMED_AT_IMPORT},
-        "(ImportError: cannot import name 'warpgroup_mma'",
-        shows_in_metadata=False,
-    ),
-}
-
-
-def look(folder: Path, files: dict[str, str]) -> dict[str, Any]:
-    """Run LOOK in a process that finds `files` first."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "NSA_HOME": str(folder / "home")}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", LOOK], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_with_a_tested_version_auto_takes_the_kernels(tmp_path: Path) -> None:
-    found = look(tmp_path, {})
+def test_with_a_tested_version_auto_takes_the_kernels() -> None:
+    found = triton_choice.look()
     assert (found["auto"], found["reason"], found["job"]) == ("triton", None, None)
     assert found["fused training"]
     assert found["predicts"]
@@ -105,21 +36,43 @@ def test_with_a_tested_version_auto_takes_the_kernels(tmp_path: Path) -> None:
     assert "named" not in found
 
 
-@pytest.mark.parametrize("given", INSTALLATIONS.values(), ids=INSTALLATIONS)
-def test_auto_falls_back_to_chunked_and_everything_says_why(given: Installation, tmp_path: Path) -> None:
-    found = look(tmp_path, given.files)
+def _falls_back(found: dict[str, Any], reason: str) -> None:
+    """Assert that `auto` takes chunked, and that everything says why."""
     assert found["auto"] == "chunked"
-    assert given.reason in found["reason"]
+    assert reason in found["reason"]
     assert not found["fused training"]
     assert not found["predicts"]
     assert found["named"].startswith("backend: 'triton': ")
-    assert given.reason in found["named"]
+    assert reason in found["named"]
     assert "use one of auto, reference, naive, chunked" in found["named"]
     assert found["doctor"][0] == "missing"
     assert "auto takes chunked instead: " in found["doctor"][1]
-    assert given.reason in found["doctor"][1]
-    if given.shows_in_metadata:  # else the host's own probe tells (tests/jobs/test_bad_specs.py)
-        assert f"A100: {given.reason}" in found["job"]
+    assert reason in found["doctor"][1]
+
+
+def test_a_newer_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "3.10.1" if name == "triton" else installed(name))
+    triton_problem.cache_clear()
+    try:
+        found = triton_choice.look()
+    finally:
+        triton_problem.cache_clear()
+    reason = "Triton 3.10.1 is untested, the kernels were run with 3.6 to 3.9: pip install"
+    _falls_back(found, reason)
+    assert f"A100: {reason}" in found["job"]
+
+
+def test_a_version_that_lacks_a_symbol_of_an_import_is_not_taken(tmp_path: Path) -> None:
+    """In a process that has imported no kernel yet. Of the job, the host's own probe tells (test_bad_specs.py)."""
+    rename = "import triton.experimental.gluon.language.nvidia.hopper as hopper\ndel hopper.warpgroup_mma\n"
+    (tmp_path / "sitecustomize.py").write_text(rename)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "triton_choice"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _falls_back(json.loads(done.stdout.splitlines()[-1]), "(ImportError: cannot import name 'warpgroup_mma'")
 
 
 @pytest.mark.parametrize(
