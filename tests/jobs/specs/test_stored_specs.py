@@ -14,6 +14,8 @@ import jobs
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import JobSpec, SpecError
+from nsa_core import memory
+from nsa_core.memory import MemoryEstimate
 
 MACHINES = {
     "cpu": Machine("cpu", "test processor", 64 * 2**30),
@@ -37,12 +39,10 @@ def variants(data: dict[str, Any]) -> Iterator[JobSpec]:
             continue
 
 
-def test_the_kinds_small_specs_are_tried_without_their_fields() -> None:
-    assert any(yaml.safe_load(path.read_text())["name"].endswith("smoke") for path in READY)
-
-
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
-def test_a_stored_spec_has_the_points_of_the_one_submitted(path: Path) -> None:
+def test_a_stored_spec_has_the_points_of_the_one_submitted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_memory = MemoryEstimate(0, 0, 0, 0, 0, 0)  # what is predicted is in no key, and takes seconds
+    monkeypatch.setattr(memory, "_along_tokens", lambda *_: no_memory)
     for spec in variants(yaml.safe_load(path.read_text())):
         stored = parse_spec(json.loads(json.dumps(spec.model_dump(mode="json"))))
         assert stored == spec
