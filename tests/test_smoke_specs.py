@@ -3,12 +3,15 @@ preflight as it is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jobs.hardware.machine import probe
+from jobs.process.child import Child
 from jobs.specs.kinds import kinds
+from orchestrator.execute import supervisor
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.run import driver
 from orchestrator.store import Store, queries
@@ -33,7 +36,19 @@ def test_there_is_one_for_each_kind() -> None:
     assert set(kinds()) == LESS.keys() | {"drill", "scaling", "train", "preflight"}
 
 
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Measure the points of all specs in one process, which imports PyTorch once."""
+    child = Child(supervisor.ANSWER, env=supervisor.process_variables(1, ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "discard", lambda: None)
+        patch.setattr(supervisor, "Child", lambda *_, **__: child)
+        yield
+    child.discard()
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("kind", LESS)
 def test_its_points_are_ok(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("NSA_HOME", str(tmp_path))
