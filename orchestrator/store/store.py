@@ -12,11 +12,11 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -158,79 +158,103 @@ class Store(AbstractContextManager["Store"]):
 
 
 def apply(session: Session, records: Iterable[Record]) -> None:
-    """Write records: in their order from plan to plan, by type between, so that points are read once for many records.
+    """Write records in their order; points are read, and rows of many written, for 500 at a time.
 
     Raises StoreError if a record is inconsistent or its point unknown, RunMissingError if its run is.
     """
-    plans, before = 0, RunRecord
-
-    def plan(record: Record) -> int:
-        nonlocal plans, before
-        plans += isinstance(record, RunRecord) or (
-            isinstance(record, PointRecord) and before not in (RunRecord, PointRecord)
-        )
-        before = type(record)
-        return plans
-
-    for _, same in groupby(records, plan):
-        while batch := list(islice(same, 500)):
-            for kind, write in _WRITERS.items():
-                if ones := [record for record in batch if type(record) is kind]:
-                    write(session, ones)
-                    session.flush()
-
-
-def _runs(session: Session, records: Sequence[RunRecord]) -> None:
-    for record in records:
-        run = session.get(Run, record.run_id, with_for_update=True)
-        if run is None:
-            run = Run(id=record.run_id, created_at=record.at)
-            session.add(run)
-        else:
-            if not record.resumed:
-                run.created_at = min(run.created_at, record.at)
-            if not _moves(run, record):
-                continue
-        for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}:
-            setattr(run, name, getattr(record, name))
-        run.axes = [asdict(axis) for axis in record.axes]
-        run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
+    remaining = iter(records)
+    while batch := list(islice(remaining, 500)):
+        # Locked: two writers of a run would both go by what the other is about to change.
+        named = {record.run_id for record in batch}
+        runs: dict[str, Any] = {run_id: session.get(Run, run_id, with_for_update=True) for run_id in named}
+        ids = {getattr(record, "point_id", None) for record in batch} - {None}
+        stored = session.scalars(select(Point).where(Point.id.in_(ids)))
+        points: dict[str | None, Any] = {point.id: point for point in stored}
+        contents = [record.environment for record in batch if isinstance(record, OutcomeRecord) and record.environment]
+        environments = {_digest(content): content for content in contents}
+        rows = []
+        for key, content in environments.items():
+            gpu = content.get("gpu")
+            name = gpu.get("name") if isinstance(gpu, dict) else gpu
+            rows.append({"id": key, "gpu": None if name is None else without_nul(str(name)), "content": content})
+        _insert_new(session, Environment, rows)
+        metrics, files, events, series = [], [], [], []
+        for record in batch:
+            point_id = getattr(record, "point_id", None)
+            run, point = runs[record.run_id], points.get(point_id)
+            whole = "import the whole journal with `nsa import`"
+            if not run and not isinstance(record, RunRecord):
+                raise RunMissingError(f"run: {record.run_id!r} is not in the database; {whole}")
+            if not point and point_id and not isinstance(record, PointRecord):
+                raise StoreError(f"point: {point_id!r} is not in the database; {whole}")
+            if point and point.run_id != record.run_id:
+                of = f"the point {point_id!r} is of the run {point.run_id!r}"
+                raise StoreError(f"run_id: {record.run_id!r}: {of}; nothing is stored")
+            match record:
+                case RunRecord():
+                    runs[record.run_id] = _begin(session, run, record)
+                case RunEndRecord() if _moves(run, record):
+                    run.state, run.reason, run.resumed = record.state, record.reason, record.resumed
+                    run.state_at = run.ended_at = record.at
+                case LabelRecord() if run.labelled_at is None or record.at > run.labelled_at:
+                    run.tags, run.notes, run.labelled_at = " ".join(sorted({*record.tags})), record.notes, record.at
+                case PointRecord():
+                    if not point:
+                        point = points[point_id] = Point(id=point_id, run_id=run.id)
+                        session.add(point)
+                    plan_attempt(point, record, run.git_commit)
+                case StartRecord():
+                    start_attempt(points[point_id], record)
+                case OutcomeRecord() if end_attempt(points[point_id], record):
+                    for metric in record.metrics:
+                        # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
+                        few = 0 < len(metric.samples) < FEWEST_SAMPLES
+                        row = metric.model_dump() | ({"ci_low": None, "ci_high": None} if few else {})
+                        row |= {"point_id": point_id, "attempt": record.attempt, "samples": list(metric.samples)}
+                        metrics.append(row)
+                case ArtifactRecord():
+                    files.append(record.artifact.model_dump() | {"point_id": point_id, "attempt": record.attempt})
+                case SeriesRecord():
+                    series.append(record)
+                case EventRecord():
+                    names = ("run_id", "point_id", "at", "level", "message")
+                    row = {name: getattr(record, name) for name in names}
+                    events.append(row | {"id": _digest(record.model_dump(mode="json"))})
+                case _:  # what it reports is older than what is stored
+                    pass
         session.flush()
-        session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id))
-        if declared := [asdict(each) | {"run_id": run.id, "position": n} for n, each in enumerate(record.quantities)]:
-            session.execute(insert(_QUANTITIES), declared)
+        if metrics:  # with RETURNING, as in `_insert_new`
+            session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
+        _insert_new(session, Artifact, files)
+        _insert_new(session, Event, events)
+        _store_samples(session, series)
 
 
-def _run_ends(session: Session, records: Sequence[RunEndRecord]) -> None:
-    for record in records:
-        run = _run(session, record.run_id, lock=True)
-        if _moves(run, record):
-            run.state, run.reason, run.resumed = record.state, record.reason, record.resumed
-            run.state_at = run.ended_at = record.at
-
-
-def _labels(session: Session, records: Sequence[LabelRecord]) -> None:
-    for record in records:
-        run = _run(session, record.run_id, lock=True)
-        if run.labelled_at is None or record.at > run.labelled_at:
-            run.tags, run.notes, run.labelled_at = " ".join(sorted({*record.tags})), record.notes, record.at
+def _begin(session: Session, run: Run | None, record: RunRecord) -> Run:
+    """Store the beginning of a run, or a later one."""
+    if run is None:
+        run = Run(id=record.run_id, created_at=record.at)
+        session.add(run)
+    else:
+        if not record.resumed:
+            run.created_at = min(run.created_at, record.at)
+        if not _moves(run, record):
+            return run
+    for name in type(record).model_fields.keys() - {"v", "type", "run_id", "at", "state", "quantities", "axes"}:
+        setattr(run, name, getattr(record, name))
+    run.axes = [asdict(axis) for axis in record.axes]
+    run.state, run.reason, run.state_at, run.ended_at = record.state, None, record.at, None
+    session.flush()
+    session.execute(delete(DeclaredQuantity).where(DeclaredQuantity.run_id == run.id))
+    if declared := [asdict(each) | {"run_id": run.id, "position": n} for n, each in enumerate(record.quantities)]:
+        session.execute(insert(_QUANTITIES), declared)
+    return run
 
 
 def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
     """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
     later, stage = record.state, {RunState.PENDING: 0, RunState.RUNNING: 1}
     return (record.resumed, stage.get(later, 2), record.at) > (run.resumed, stage.get(run.state, 2), run.state_at)
-
-
-def _plans(session: Session, records: Sequence[PointRecord]) -> None:
-    points = _stored(session, records)
-    commits = {run_id: _run(session, run_id).git_commit for run_id in {record.run_id for record in records}}
-    for record in records:
-        point = points.get(record.point_id)
-        if point is None:
-            point = points[record.point_id] = Point(id=record.point_id, run_id=record.run_id)
-            session.add(point)
-        plan_attempt(point, record, commits[record.run_id])
 
 
 def plan_attempt(point: Point, record: PointRecord, commit: str | None) -> None:
@@ -265,12 +289,6 @@ def _set_axes(point: Point, record: PointRecord) -> None:
     point.more_axes = more
 
 
-def _starts(session: Session, records: Sequence[StartRecord]) -> None:
-    points = _existing(session, records)
-    for record in records:
-        start_attempt(points[record.point_id], record)
-
-
 def start_attempt(point: Point, record: StartRecord) -> None:
     """Start an attempt at a point, if it waits for that."""
     attempt = _attempt(point, record.attempt)
@@ -278,29 +296,6 @@ def start_attempt(point: Point, record: StartRecord) -> None:
         attempt.state, attempt.node = PointState.RUNNING, record.node
         attempt.started_at = attempt.heartbeat_at = record.at
         _choose_attempt(point)
-
-
-def _outcomes(session: Session, records: Sequence[OutcomeRecord]) -> None:
-    points = _existing(session, records)
-    environments: dict[str, dict[str, Any]] = {}
-    for content in (record.environment for record in records if record.environment):
-        gpu = content.get("gpu")
-        gpu = gpu.get("name") if isinstance(gpu, dict) else gpu
-        gpu = None if gpu is None else without_nul(str(gpu))
-        environments[_digest(content)] = {"id": _digest(content), "gpu": gpu, "content": content}
-    _insert_new(session, Environment, list(environments.values()))
-    metrics = []
-    for record in records:
-        if not end_attempt(points[record.point_id], record):
-            continue
-        of = {"point_id": record.point_id, "attempt": record.attempt}
-        for metric in record.metrics:
-            # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
-            more = {"ci_low": None, "ci_high": None} if 0 < len(metric.samples) < FEWEST_SAMPLES else {}
-            metrics.append({**metric.model_dump(), "samples": list(metric.samples), **of, **more})
-    session.flush()
-    if metrics:  # with RETURNING, as in `_insert_new`
-        session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
 
 
 def end_attempt(point: Point, record: OutcomeRecord) -> bool:
@@ -332,15 +327,8 @@ def _choose_attempt(point: Point) -> None:
     point.attempt = max(settled or point.attempts)
 
 
-def _artifacts(session: Session, records: Sequence[ArtifactRecord]) -> None:
-    _existing(session, records)
-    files = [{**one.artifact.model_dump(), "point_id": one.point_id, "attempt": one.attempt} for one in records]
-    _insert_new(session, Artifact, files)
-
-
-def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
-    """Store the samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
-    _existing(session, records)
+def _store_samples(session: Session, records: Sequence[SeriesRecord]) -> None:
+    """Store samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     new = (insertion := _dialect(session).insert(_SERIES)).excluded
     upsert = insertion.on_conflict_do_update(
         index_elements=_SERIES.primary_key, set_={"at": new.at, "value": new.value}, where=new.at > _SERIES.c.at
@@ -355,58 +343,11 @@ def _series(session: Session, records: Sequence[SeriesRecord]) -> None:
         session.execute(upsert, batch)
 
 
-def _events(session: Session, records: Sequence[EventRecord]) -> None:
-    for run_id in {record.run_id for record in records}:
-        _run(session, run_id)
-    _existing(session, [record for record in records if record.point_id is not None])
-    names = ("run_id", "point_id", "at", "level", "message")
-    events = {_digest(one.model_dump(mode="json")): {name: getattr(one, name) for name in names} for one in records}
-    _insert_new(session, Event, [{"id": key, **columns} for key, columns in events.items()])
-
-
 def _insert_new(session: Session, table: type[Artifact | Environment | Event], rows: list[dict[str, Any]]) -> None:
     """Insert the rows that do not exist, even if another writer inserts them concurrently."""
     if rows:
         # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
         session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), rows)
-
-
-_OfPoint = PointRecord | StartRecord | OutcomeRecord | ArtifactRecord | SeriesRecord | EventRecord
-
-
-def _stored(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]:
-    """The points of records that are stored, by id, locked in a journal's order: else two writers might wait for each
-    other. Raises StoreError if one is another run's."""
-    named = select(Point).where(Point.id.in_({record.point_id for record in records}))
-    locked = named.order_by(Point.run_id, Point.number).with_for_update()
-    points = {point.id: point for point in session.scalars(locked)}
-    for record in records:
-        point = points.get(record.point_id or "")
-        if point is not None and point.run_id != record.run_id:
-            raise StoreError(
-                f"run_id: {record.run_id!r}: the point {point.id!r} is of the run {point.run_id!r}; nothing is stored"
-            )
-    return points
-
-
-def _existing(session: Session, records: Sequence[_OfPoint]) -> dict[str, Point]:
-    """The points of records, locked. Raises StoreError if one is unknown or another run's, RunMissingError."""
-    points = _stored(session, records)
-    for record in records:
-        if record.point_id not in points:
-            _run(session, record.run_id)
-            raise StoreError(
-                f"point: {record.point_id!r} is not in the database; import the whole journal with `nsa import`"
-            )
-    return points
-
-
-def _run(session: Session, run_id: str, *, lock: bool = False) -> Run:
-    """A run that is stored. Raises RunMissingError."""
-    run = session.get(Run, run_id, with_for_update=lock)
-    if run is None:
-        raise RunMissingError(f"run: {run_id!r} is not in the database; import the whole journal with `nsa import`")
-    return run
 
 
 def _dialect(session: Session) -> Any:
@@ -416,16 +357,3 @@ def _dialect(session: Session) -> Any:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-_WRITERS: dict[type, Callable[[Session, list[Any]], None]] = {
-    RunRecord: _runs,
-    LabelRecord: _labels,
-    PointRecord: _plans,
-    StartRecord: _starts,
-    OutcomeRecord: _outcomes,
-    ArtifactRecord: _artifacts,
-    SeriesRecord: _series,
-    EventRecord: _events,
-    RunEndRecord: _run_ends,
-}
