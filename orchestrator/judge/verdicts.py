@@ -297,12 +297,25 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     if run is None:
         begun = next((run for run in case.runs if run.lengths(scope)), None)
         return replace(verdict, reason=case.unmeasured(f"no points ({scope})", begun))
-    points, bad = run.in_scope(scope), []
-    for point in points:
-        expected = rule.but.get(point["implementation"])
-        named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
-        if point["state"] != expected if expected else named:
-            bad.append(point)
+
+    def bad_of(points: Sequence[Row]) -> list[Row]:
+        bad = []
+        for point in points:
+            expected = rule.but.get(point["implementation"])
+            named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
+            if point["state"] != expected if expected else named:
+                bad.append(point)
+        return bad
+
+    points = run.in_scope(scope)
+    bad = bad_of(points)
+    # As with a bound: a newer run that measured less does not displace this one, but its failures are not passed over.
+    newer = takewhile(lambda each: each.run_id != run.run_id, case.runs)
+    failed = ((each, point) for each in newer if each.complete for point in bad_of(each.in_scope(scope)))
+    beyond = [
+        f"but the newer {each}, which measured less, has {point['label']} ({point['state']}): {case.how}"
+        for each, point in islice(failed, 1)
+    ]
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
     ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
@@ -321,10 +334,10 @@ def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     for implementation, state in rule.but.items():
         is_bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {is_bad} END"
     doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
-    reason += f"; {doubts}" if doubts else ""
+    reason = "; ".join([reason, *filter(None, [doubts]), *beyond])
     return replace(
         verdict,
-        result=Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts else Result.GO,
+        result=Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts or beyond else Result.GO,
         value=float(len(bad)),
         margin=0.0 - len(bad),
         reason=f"{reason}; {run}",

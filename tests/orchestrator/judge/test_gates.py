@@ -185,6 +185,13 @@ def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
     assert linear(sqlite_store).result is GO
 
 
+def test_one_point_of_another_run_does_not_make_a_wrong_sweep_go(sqlite_store: Store, sweep):
+    sqlite_store.apply_many(with_bound(sweep("whole"), 1e-9))
+    assert linear(sqlite_store).result is NO_GO
+    sqlite_store.apply_many(later(with_bound(sweep("other", laws={"dense": 1.0}, lengths=(512,)))))
+    assert {rule.result for rule in linear(sqlite_store).rules[::3]} == {UNKNOWN}
+
+
 def test_a_run_that_is_not_complete_is_named(sqlite_store: Store, sweep):
     sqlite_store.apply_many(with_end(with_bound(sweep("begun")), None))
     rule = by_rule(linear(sqlite_store))["correctness"]

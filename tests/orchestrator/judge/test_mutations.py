@@ -205,6 +205,12 @@ def a_smaller_sweep_is_wrong(jobs: dict[str, Job]) -> None:
     jobs["newer-scaling"] = replace(sweep, day=1)
 
 
+def a_smaller_sweep_hangs(jobs: dict[str, Job]) -> None:
+    a_smaller_sweep_is_wrong(jobs)
+    jobs["newer-scaling"].points = [replace(point) for point in jobs["newer-scaling"].points]
+    jobs["newer-scaling"].points[0].state = PointState.HANG
+
+
 def wrong_at_size(jobs: dict[str, Job]) -> None:
     point = jobs["scaling-m7c"].points[0]
     point.state, point.reason = PointState.ERROR, "WrongResult: triton: output is off by 9.9e-01 of the oracle's"
@@ -258,6 +264,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "a newer run is worse": (newer("train-speed", change("train-speed", throughput=1e3)), "throughput", NO_GO),
     "a newer run crashed": (newer("train-speed", points("train-speed", state=PointState.CRASH)), "throughput", UNKNOWN),
     "a newer sweep is smaller and worse": (a_smaller_sweep_is_wrong, "correctness", UNKNOWN),
+    "a newer sweep is smaller and hangs": (a_smaller_sweep_hangs, "no-failures", UNKNOWN),
     "an older run is worse": (run("learns-m7c", day=2), "learns", GO),
     "a newer run is cancelled": (
         newer("train-speed", change("train-speed", throughput=1e3), state=RunState.CANCELLED),
