@@ -33,10 +33,9 @@ def folders(fallback: Path) -> dict[str, str]:
     """The variables of the compilers' caches: as they are set, else in the user's cache, below /tmp, or `fallback`."""
     candidates = [Path(tempfile.gettempdir()) / f"nsa-bench-{os.geteuid()}"]
     with contextlib.suppress(RuntimeError):  # of a container's user without a home
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if network_file_system(home) is None:
-            candidates.insert(0, home / "nsa-bench")
-    root = next(filter(_usable, candidates), fallback)
+        candidates.insert(0, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-bench")
+    local = (folder for folder in candidates if network_file_system(folder) is None)
+    root = next(filter(_usable, local), fallback)
     return {name: os.environ.get(name) or str(root / folder) for name, folder in VARIABLES.items()}
 
 

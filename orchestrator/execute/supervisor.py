@@ -213,8 +213,7 @@ def process_variables(threads: int, gpus: str | None) -> dict[str, str]:
     variables = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        # NVML's order, so that telemetry samples the process's GPU.
-        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's, so that telemetry samples the process's GPU
     }
     return variables if gpus is None else {**variables, "CUDA_VISIBLE_DEVICES": gpus}
 

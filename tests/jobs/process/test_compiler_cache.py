@@ -52,6 +52,9 @@ def test_a_home_on_a_network_file_system_keeps_no_cache(
     mount(monkeypatch, home, "nfs4")
     [elsewhere] = caches(tmp_path)
     assert elsewhere.parent == tmp_path / "local"
+    mount(monkeypatch, tmp_path, "nfs4")  # the folder of temporary files, too
+    assert caches(tmp_path) == {tmp_path / "point"}
+    mount(monkeypatch, home, "nfs4")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "chosen"))
     monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{home / 'nsa.db'}")
     details = {finding.name: finding.detail for finding in doctor.findings(Settings())}
