@@ -16,6 +16,7 @@ from jobs.schema.states import Origin, again_in_words, phase_in_words, reason_in
 from orchestrator.report import series
 from orchestrator.report.charts import Chart, length_label
 from orchestrator.report.runs import Note
+from orchestrator.report.series import NSA, named
 from orchestrator.report.table import Table
 
 _ROWS = 20  # of a grid that are seen at once
@@ -30,7 +31,7 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
             "State": parts.sign(row["state"], parts.RUN_STATES) + run_in_words(row).removeprefix(row["state"]),
             "Ended": 100 * parts.progress(row),
             "Points": parts.tally(row),
-            "Headline figure": (note := notes[row["run_id"]]).figure,
+            "Headline figure": named((note := notes[row["run_id"]]).figure),
             "Differs from the one below": note.differs,
             "Started": row["created_at"],
             "Took": took(row),
@@ -54,7 +55,7 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
 
 def results_first(table: Table) -> pd.DataFrame:
     """Rows of a table of results with these first: long shapes would push them out of sight."""
-    frame = pd.DataFrame(table.rows, columns=list(table.columns))
+    frame = pd.DataFrame(table.rows, columns=list(table.columns)).replace("triton", NSA)
     first = [name for name in ("result", "ratio", "before", "after") if name in frame]
     return frame.reindex(columns=[*first, *frame.columns.drop(first)])
 
@@ -72,7 +73,7 @@ def points(frame: pd.DataFrame, numbers: pd.DataFrame, quantities: Quantities, k
     cells = [
         {
             "#": row["number"],
-            "Point": row["label"],
+            "Point": named(row["label"]),
             "State": parts.sign(row["state"], parts.POINT_STATES),
             **{title: row[name] for title, name in own.items()},
             **{title: measured.get((row["point_id"], metric), "") for title, metric in shown.items()},
@@ -105,7 +106,7 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
         cells.append(
             {
                 " ": look.sign,
-                "Implementation": row["implementation"],
+                "Implementation": named(row["implementation"]),
                 "Quantity": quantity.title,
                 "Exponent": row["exponent"],
                 "Growth": row["law"],
@@ -132,7 +133,7 @@ def fits(frame: pd.DataFrame, quantities: Quantities, key: str) -> str | None:
 def unfinished(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of points without metrics (`queries.states`). Returns the clicked point's id, or None."""
     cells = [
-        {"State": parts.sign(row["state"], parts.POINT_STATES), "Point": row["label"]}
+        {"State": parts.sign(row["state"], parts.POINT_STATES), "Point": named(row["label"])}
         | {"Why": row["reason"] or "–", "Run": row["run_name"]}
         for row in frame.to_dict("records")
     ]
@@ -143,7 +144,7 @@ def numbers(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of measurements (`queries.scaling`). Returns the clicked one's point's id, or None."""
     axes = [axis.name for axis in AXES if axis.name in ("implementation", "workload", "pass", "seq_len", "batch")]
     names = ["origin", "run_name", *axes, *more_columns(frame.columns), "metric", "value", "unit"]
-    table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True)
+    table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True).replace("triton", NSA)
     return _clicked(table, frame["point_id"].to_list(), {}, key)
 
 
@@ -158,10 +159,20 @@ def facts(values: Mapping[str, str]) -> None:
     st.table(pd.DataFrame(rows), border="horizontal", hide_index=True, hide_header=True)
 
 
-def chart(chart: Chart, key: str | None = None, height: int = 330, alt: str | None = None) -> None:
-    """Draw a chart with its title and legend, so high in pixels unless it has a height of its own."""
+def chart(
+    chart: Chart, key: str | None = None, height: int = 330, alt: str | None = None, selects: str | None = None
+) -> Any:
+    """Draw a chart with its title and legend, so high in pixels unless it has a height of its own.
+
+    Returns the clicked row's value in the field `selects`, after which the chart's selection is called, or None.
+    """
     shown = "content" if chart.spec.keys() & {"facet", "height"} else height
-    st.vega_lite_chart(pd.DataFrame(chart.rows), chart.spec, height=shown, key=key, alt=alt or chart.title)
+    rows, alt = pd.DataFrame(chart.rows), alt or chart.title
+    if selects is None:
+        st.vega_lite_chart(rows, chart.spec, height=shown, key=key, alt=alt)
+        return None
+    event = st.vega_lite_chart(rows, chart.spec, height=shown, key=key, alt=alt, on_select="rerun")
+    return next((row.get(selects) for row in event["selection"].get(selects, ())), None)
 
 
 def took(run: dict) -> str:

@@ -33,7 +33,7 @@ def _sections(store: Store) -> None:
 
 def _cells(line: Line) -> dict[str, str]:
     """The cells as Markdown: the run is a link to its page, or its point's; a failure is red."""
-    cells = {name: parts.plain(text) for name, text in line.cells.items()}
+    cells = {name: parts.plain(parts.named(text)) for name, text in line.cells.items()}
     if line.point_id:
         cells["Run"] = parts.point_link(line.point_id, cells["Run"])
     elif line.run_id:

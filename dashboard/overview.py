@@ -206,7 +206,11 @@ def _cell(rule: RuleVerdict) -> str:
     if rule.transferred:
         text += f" {_TRANSFERRED}"
         hover.append(f"measured on {rule.transferred}")
-    return parts.point_link(rule.evidence[0], text, hover="; ".join([*hover, rule.reason])) if rule.evidence else text
+    return (
+        parts.point_link(rule.evidence[0], text, hover=parts.named("; ".join([*hover, rule.reason])))
+        if rule.evidence
+        else text
+    )
 
 
 def _sign(result: Result, *, named: bool = False) -> str:
@@ -231,7 +235,7 @@ def _reasons(name: str, machines: dict[str, TargetVerdict]) -> None:
         if rule.margin is not None:
             figures.append(f"margin\N{NO-BREAK SPACE}{parts.number(rule.margin, rule.unit)}")
         title = f"{parts.badge(rule.result, parts.RESULTS)} {parts.plain(rule.title)}"
-        why = parts.plain(rule.reason)
+        why = parts.plain(parts.named(rule.reason))
         rows.append({"Rule": title, "Value": ", ".join(figures), "Why": why, "Evidence": parts.evidence(rule.evidence)})
     with st.container(key=f"reasons-{name}"):
         grids.table(rows)

@@ -14,6 +14,7 @@ import pandas as pd
 from jobs.schema import plain_text
 from jobs.schema.quantities import readable, readable_bytes
 from jobs.schema.states import Origin, PointState, Result, RunState, phase_in_words
+from orchestrator.report import series
 
 if TYPE_CHECKING:
     from orchestrator.judge.verdicts import RuleVerdict
@@ -138,7 +139,7 @@ def evidence(point_ids: Sequence[str]) -> str:
     return f"{links} +{more}" if more > 0 else links or "–"
 
 
-code = plain_text.code
+code, named = plain_text.code, series.named
 plain = plain_text.for_page
 """The text on one line, as Markdown that shows it and nothing else; parts between backticks stay code."""
 
@@ -153,7 +154,7 @@ def bound(rule: RuleVerdict) -> str:
 
 def doing(point: Mapping[str, Any]) -> str:
     """A running point's label, phase and last heartbeat (Markdown)."""
-    text = f"**{plain(point['label'])}**"
+    text = f"**{plain(named(point['label']))}**"
     if phase := phase_in_words(point):
         text += f" · {plain(phase)}"
     if isinstance(point["heartbeat_at"], datetime) and not pd.isna(point["heartbeat_at"]):

@@ -174,7 +174,7 @@ def _point_page(store: Store, run_id: str, point_id: str) -> None:
     with st.container(horizontal=True):
         _link("All runs")
         _link(parts.plain(point["run_name"]), run=run_id)
-    st.title(parts.plain(point["label"]))
+    st.title(parts.plain(parts.named(point["label"])))
     latest = point["again"] or point["state"]
     live = not PointState(latest).ended
     st.fragment(_point_now, run_every=data.LIVE_SECONDS if live else None)(store, point_id, latest)

@@ -68,9 +68,13 @@ def choose(store: Store, runs: pd.DataFrame) -> Choice:
             continue
         binding, label = bound(column, options, usual.get(column, [])), parts.plain(label)
         if len(options) > 8:
-            filters[column] = st.multiselect(label, options, placeholder="all", **binding)
+            filters[column] = st.multiselect(label, options, format_func=parts.named, placeholder="all", **binding)
         else:
-            pills = {"selection_mode": "multi", "format_func": parts.plain, "help": "none chosen: all"}
+            pills = {
+                "selection_mode": "multi",
+                "format_func": lambda text: parts.plain(parts.named(text)),
+                "help": "none chosen: all",
+            }
             filters[column] = st.pills(label, options, **pills, **binding)
     layout = BESIDE
     if len(set(planned["origin"])) > 1:

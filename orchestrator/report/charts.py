@@ -149,7 +149,7 @@ def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], value
 
 
 def _as_json(part: Any) -> Any:
-    """The part of a chart as JSON has it, its texts printable: an image's XML cannot hold controls."""
+    """The part of a chart as JSON has it, its names as people read them, its texts printable: XML holds no controls."""
     if isinstance(part, Mapping):
         return {name: _as_json(value) for name, value in part.items()}
     if isinstance(part, list | tuple):
@@ -158,7 +158,7 @@ def _as_json(part: Any) -> Any:
         return part.isoformat()
     if isinstance(part, Decimal):  # Postgres' numeric
         return float(part)
-    return printable(part) if isinstance(part, str) else part
+    return series.named(printable(part)) if isinstance(part, str) else part
 
 
 _LOOKS = {

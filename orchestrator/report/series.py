@@ -8,6 +8,7 @@ and from one another also for the colour-blind.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -59,6 +60,16 @@ LOOKS = {
     "flash-linear-attention": Look(BROWN, "cross"),
 }
 
+NSA = "NSA (Triton)"
+LOOKS[NSA] = LOOKS["triton"]
+_BACKEND = re.compile(r"(?<![\w-])triton(?![\w-]| *\d)")  # not the package, with its version
+
+
+def named(words: str) -> str:
+    """A name, or a label with it, as people read it: the backend "triton" is NSA itself."""
+    return _BACKEND.sub(NSA, words)
+
+
 # Coordinates that distinguish series, most telling first; kind-specific axes follow.
 _TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "env", "python", "run_name", "run_id")
 
@@ -73,7 +84,8 @@ def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
     series = {key(row): row for row in rows}
     mixed = len({row["origin"] for row in rows}) > 1
     names = {
-        one: (text(row["implementation"]) or "?") + (" (reported)" if mixed and row["origin"] == "reported" else "")
+        one: (named(text(row["implementation"])) or "?")
+        + (" (reported)" if mixed and row["origin"] == "reported" else "")
         for one, row in series.items()
     }
     for coordinate in (*_TELLING, *sorted({column for row in rows for column in more_columns(row)})):
