@@ -20,6 +20,7 @@ def main() -> None:
         {
             "NSA bench": [
                 st.Page("overview.py", title="Overview", icon=":material/rule:", default=True),
+                st.Page("results.py", title="Results", icon=":material/grid_on:"),
                 st.Page("now.py", title="Now", icon=":material/pulse_alert:"),
                 st.Page("scaling.py", title="Scaling", icon=":material/show_chart:"),
                 st.Page("compare.py", title="Compare", icon=":material/compare_arrows:"),

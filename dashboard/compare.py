@@ -61,7 +61,7 @@ def _newest_pair(runs: pd.DataFrame) -> tuple[int, int]:
 def _result(comparison: Comparison) -> None:
     cells, quantity = comparison.cells, comparison.quantity
     color, icon = _LOOKS[min((cell.change for cell in cells), key=list(Change).index)]
-    st.subheader(f":{color}[:material/{icon}:] {parts.plain(summary(comparison))}")
+    st.subheader(f":{color}[:material/{icon}:] {parts.plain(parts.named(summary(comparison)))}")
     table, others = tables(comparison)
     rows = pd.DataFrame(table.rows, columns=list(table.columns))
     where = rows[["implementation", "pass", "shape"]].agg(" ".join, axis=1).str.strip()
@@ -72,7 +72,7 @@ def _result(comparison: Comparison) -> None:
         worst = -_WIDEST if quantity.better is Better.HIGHER else _WIDEST  # red is worse, green better
         lengths = sorted(rows["S"].unique(), key=lambda text: int(text or 0))
         title = f"{quantity.title}: after, divided by before"
-        about = {"title": title, "lengths": lengths, "domain": [1 + worst, 1 - worst]}
+        about = {"title": title, "lengths": lengths, "domain": [1 - worst, 1, 1 + worst]}
         grids.chart(drawn("ratios", drawable.to_dict("records"), **about))
     st.dataframe(grids.results_first(table), hide_index=True)
     if others.rows:

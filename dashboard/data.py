@@ -33,6 +33,7 @@ from orchestrator.report import charts, history
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.report.history import History
 from orchestrator.report.now import Section, sections
+from orchestrator.report.results import Cell, cells, curve, roofline, stages
 from orchestrator.report.runs import Note, notes
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
@@ -103,6 +104,18 @@ def comparison(store: Store, first: str, other: str, metric: str) -> Comparison:
 def histories(store: Store, metric: str, name: str) -> list[History]:
     """The cells that runs of a name measured more than once, with their changes. Raises UserError if there are none."""
     return history.histories(store, metric, name)
+
+
+@_read
+def results(store: Store) -> list[Cell]:
+    """Where NSA pays, cell by cell. Raises GatesError if the rules cannot be read."""
+    return cells(store, judged(store)[1])
+
+
+@_read
+def behind(store: Store, _cell: Cell, _workload: Sequence[Cell], key: str) -> tuple[list[dict], list[dict], list[dict]]:
+    """Rows of a cell's curve, stages and roofline; `key` is part of the cache's key only."""
+    return curve(_workload), stages(store, _cell), roofline(store, _workload)
 
 
 @_read

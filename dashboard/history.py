@@ -54,12 +54,15 @@ def page() -> None:
             hide_index=True, on_select="rerun", selection_mode="single-row", key=f"changes-{name}-{metric}",
         )  # fmt: skip
         clicked = next((changes[row] for row in event["selection"]["rows"] if row < len(changes)), None)
-    cells = [history.label for history in found]
+    cells = [parts.named(history.label) for history in found]
     known_values("cell", cells)
-    first = clicked or (changes[0] if changes else None)
+    linked = next(
+        (each for each in found if st.query_params.get("point") in {one.point_id for one in each.readings}), None
+    )
+    first = clicked[0] if clicked else linked or (changes[0][0] if changes else None)
     if clicked and st.session_state.get("shown") != (shown := (name, metric, clicked[1])):
-        st.session_state["shown"], st.session_state["cell"] = shown, clicked[0].label
-    index = cells.index(first[0].label) if first else 0
+        st.session_state["shown"], st.session_state["cell"] = shown, parts.named(clicked[0].label)
+    index = cells.index(parts.named(first.label)) if first else 0
     cell = st.selectbox("Cell", cells, index=index, key="cell", bind="query-params")
     if cell:
         _cell(found[cells.index(cell)], quantity)

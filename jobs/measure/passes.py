@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Annotated, Any, Literal, Self
 
@@ -15,7 +15,7 @@ from jobs.measure.call import FunctionCall, ModelCase, bare_model, measure_call
 from jobs.measure.check import Agreement, Operator, check_model, make_inputs
 from jobs.measure.clock import TimingSpec
 from jobs.measure.rows import RowCheck
-from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS
+from jobs.schema.peaks import BANDWIDTHS, BF16_PEAKS, least_work
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import AGREEMENT, ESTIMATE_ERROR, MEMORY, PEAK_EXTRA_MEMORY, THROUGHPUT, TIME
 from jobs.specs import fields, fit
@@ -190,16 +190,11 @@ class OperatorCase(ModelCase):
 
 
 def lowest_ms(case: OperatorCase, flops: float, bandwidth: float) -> float:
-    """Milliseconds of a call at so many FLOP/s and bytes/s: two products with each key that a query must see, thrice
-    with gradients; and reading q, k and v once. Keys of the window are taken to be among the selected ones.
-    """
-    heads, nsa, length = case.shape, case.operator().computes, case.seq_len
-    keys = (length + 1) / 2
-    if nsa is not None:
-        most = min(max(nsa.window, nsa.slc_count * nsa.slc_block), length)
-        keys = most - most * (most - 1) / (2 * length) + max(0, (length / 2 - nsa.cmp_block) / nsa.cmp_stride)
-    products = 4 * (3 if case.backward else 1) * case.tokens * heads.query_heads * heads.head_dim * keys
-    read = case.tokens * heads.head_dim * (heads.query_heads + 2 * heads.kv_heads) * case.torch_dtype.itemsize
+    """Milliseconds of the least work of a call at so many FLOP/s and bytes/s."""
+    shape, nsa = case.shape, case.operator().computes
+    heads, sizes = (shape.query_heads, shape.kv_heads, shape.head_dim), nsa and asdict(nsa)
+    about = (case.tokens, case.seq_len, heads, case.torch_dtype.itemsize)
+    products, read = least_work(*about, backward=case.backward, nsa=sizes)
     return 1000 * max(products / flops, read / bandwidth)
 
 

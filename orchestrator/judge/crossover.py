@@ -21,6 +21,7 @@ class Crossing:
     title: str
     hardware: Hardware
     ratios: dict[int, float]  # time of NSA over that of the fastest dense attention, by length, ascending
+    points: dict[int, tuple[str, ...]]  # NSA's point and dense attention's, by length
     seq_len: float | None  # the crossover, interpolated; None where no two lengths enclose it
     between: tuple[int, int]  # the measured lengths that enclose it, or the shortest and the longest measured
     query: str | None  # SQL that gives `seq_len`; None without one
@@ -78,5 +79,6 @@ def _crossing(workload: Crossover, hardware: Hardware, newest: dict[int, tuple[C
     doubts = [doubt for pair, run in pairs for doubt in run.doubts(pair.points, hardware, metric)]
     if len({run.commit for _, run in pairs}) > 1:
         doubts.append("the lengths are of different commits")
-    about = (workload.name, workload.title, hardware, ratios)
+    points = {length: tuple(newest[length][0].points) for length in lengths}
+    about = (workload.name, workload.title, hardware, ratios, points)
     return Crossing(*about, place, between, query, tuple(dict.fromkeys(doubts)))

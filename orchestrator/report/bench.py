@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -125,9 +125,9 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
 
     def at(row: Mapping[Any, Any]) -> tuple[Place, str]:
         """Place and implementation, with those of its environment and interpreter of which the run has several."""
-        heads = f"{int(row['query_heads'])}/{int(row['kv_heads'])} d{int(row['head_dim'])}"
-        place = Place(heads, row["dtype"], int(row["seq_len"]), int(row["batch"]), row["pass"])
-        return place, row["implementation"] + "".join(f" [{text(row[axis])}]" for axis in several if text(row[axis]))
+        return place_of(row), row["implementation"] + "".join(
+            f" [{text(row[axis])}]" for axis in several if text(row[axis])
+        )
 
     states: dict[tuple[Place, str], str] = {}
     for row in points:
@@ -138,17 +138,27 @@ def _bench(store: Store, run: Mapping[str, Any], reported: pd.DataFrame, name: s
     values = {(*at(row), row["metric"]): row["value"] for row in measured.to_dict("records")}
     shares = {at({**one.series, "seq_len": one.seq_len, "batch": one.batch}): one for one in branch_shares(measured)}
     peers: dict[tuple[Place, str], Figure] = {}
-    for row in reported.dropna(subset=[*_NEEDED, "dtype", "gpu"]).to_dict("records"):
-        same_card = row["gpu"] in str(run["gpu"] or "")  # reports may shorten a card's name: H200 is NVIDIA H200
-        if row["workload"] == "attention" and same_card and not is_dense(row["implementation"]):
-            figure = Figure(row["value"], row["implementation"])
-            cell = at(row)[0], row["metric"]
-            peers[cell] = min(peers.get(cell, figure), figure, key=lambda one: one.value)
+    for place, metric, figure in peer_figures(reported, run["gpu"]):
+        peers[place, metric] = min(peers.get((place, metric), figure), figure, key=lambda one: one.value)
     fullest = BOTH if any(place.pass_ == BOTH for place, _ in states) else FORWARD
     layouts = list(dict.fromkeys(place[:2] for place, _ in states))  # heads and dtype
     rows = [one for one in states if one[0].pass_ == fullest and not is_dense(one[1])]
     rows.sort(key=lambda row: (layouts.index(row[0][:2]), row[1], row[0].seq_len))
     return Bench(name, fullest, states, values, routes, shares, peers, rows)
+
+
+def place_of(row: Mapping[Any, Any]) -> Place:
+    """The place of a row of the views that has all coordinates."""
+    heads = f"{int(row['query_heads'])}/{int(row['kv_heads'])} d{int(row['head_dim'])}"
+    return Place(heads, row["dtype"], int(row["seq_len"]), int(row["batch"]), row["pass"])
+
+
+def peer_figures(reported: pd.DataFrame, gpu: str | None) -> Iterator[tuple[Place, str, Figure]]:
+    """Place, metric and figure of what is reported of other NSA implementations on a card."""
+    for row in reported.dropna(subset=[*_NEEDED, "dtype", "gpu"]).to_dict("records"):
+        same_card = row["gpu"] in str(gpu or "")  # reports may shorten a card's name: H200 is NVIDIA H200
+        if row["workload"] == "attention" and same_card and not is_dense(row["implementation"]):
+            yield place_of(row), row["metric"], Figure(row["value"], row["implementation"])
 
 
 def tables(benches: Sequence[Bench]) -> Iterable[Table]:

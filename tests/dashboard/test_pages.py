@@ -13,10 +13,12 @@ from dashboard_pages import check, markdown, show, text
 from made_up_runs import ENDED, GOING, LIVE, planned, small_sweep, store_hostile_runs, sweep
 from streamlit.testing.v1 import AppTest
 
+import orchestrator
 from dashboard import data
 from jobs.schema.states import PointState, RunState
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
 from orchestrator.store import Store, upgrade
+from orchestrator.store.importer import import_file
 from orchestrator.store.records import (
     ArtifactRecord,
     OutcomeRecord,
@@ -25,8 +27,9 @@ from orchestrator.store.records import (
     StartRecord,
 )
 
+DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN, HALF = "20261121-100000-demo-ab12", "20261121-113000-m7c-cd34"
-PAGES = ("overview", "now", "scaling", "history", "runs")
+PAGES = ("overview", "results", "now", "scaling", "history", "runs")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -36,6 +39,22 @@ def test_an_empty_database_says_how_to_begin(page: str, database: str):
     assert "No results yet" in said
     assert "nsa submit jobs/configs/demo.yaml" in said
     assert "nsa import" in said
+
+
+def test_results_say_where_nsa_pays_and_open_a_cell(database: str):
+    upgrade(database)
+    with Store.open(database) as store:
+        import_file(store, DATA / "journals" / "20261128-105241-bench-3dc2.jsonl.gz")
+        import_file(store, DATA / "peers_h200.csv")
+    app = show("results")
+    (chart,) = [json.loads(each.proto.spec) for each in app.get("vega_lite_chart")]
+    assert "below 1, green: NSA is faster" in chart["title"]
+    cell = "attention of 12/2 heads of 64, 32,768 tokens a call, S = 8K"
+    said = text(show("results", cell=cell))
+    assert f"{cell}: 0.7757 times dense attention" in said
+    assert "NSA (Triton)" in said
+    assert "of the card's 989" in said
+    assert {"Time by length", "TFLOP/s under the card's roofline"} <= {*said.splitlines()}
 
 
 def test_a_point_that_is_measured_again_is_shown_with_what_counts(complete: str):
@@ -244,8 +263,8 @@ def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str)
     app = show("compare", metric="time")
     assert [box.value for box in app.selectbox] == [RUN, "20261122-100000-demo-ef56", "time"]
     assert "24 cells: 2 ambiguous, 22 lacking" in text(app)
-    assert _domain(app) == [1.1, 0.9], "of time, more is red"
-    assert _domain(show("compare", metric="throughput")) == [0.9, 1.1]
+    assert _domain(app) == [0.9, 1, 1.1], "of time, more is red"
+    assert _domain(show("compare", metric="throughput")) == [1.1, 1, 0.9]
     app = show("compare", before="gone", after=RUN, metric="tiem")
     assert [box.value for box in app.selectbox] == [RUN, RUN, "time"]
     told = [each.value for each in app.toast]
