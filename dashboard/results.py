@@ -102,7 +102,7 @@ def _behind(store: Store, cell: Cell, workload: Sequence[Cell]) -> None:
 
 
 def _rates(row: Mapping[str, float]) -> dict[str, str]:
-    """What a call reached of the card's peaks."""
+    """Rates that a call reached, beside the card's peaks."""
     cells = {}
     for rate, unit in (("tflops", "TFLOP/s"), ("gbs", "GB/s")) if row else ():
         peak = row[f"peak_{rate}"]
