@@ -244,6 +244,11 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "asked while still learning": (change("needle-m7c", converged=0.0), "needle-converged", NO_GO),
     "all backward passes hang": (points("backward-m7c", state=PointState.HANG), "backward-matrix", NO_GO),
     "one backward pass was lost": (fails("backward-m7c", PointState.LOST, 7), "backward-matrix", NO_GO),
+    "half a matrix of backward passes": (
+        lambda jobs: jobs["backward-m7c"].points.__delitem__(slice(10, None)),
+        "backward-matrix",
+        UNKNOWN,
+    ),
     "no matrix of backward passes": (without("backward-m7c"), "backward-matrix", UNKNOWN),
     "a leak": (change("soak-m7c", reserved_growth=0.5), "soak-memory-slope", NO_GO),
     "a leak that the allocator does not see": (change("soak-m7c", driver_growth=0.5), "soak-driver-memory", NO_GO),
