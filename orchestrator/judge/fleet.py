@@ -61,7 +61,7 @@ class Card:
 
 
 class _Fault(NamedTuple):
-    """What may be wrong by itself with the quantities of a check; they fill the texts in."""
+    """A fault that a check finds without the rest of the fleet; the check's quantities fill the texts in."""
 
     present: Callable[..., bool]
     level: Level

@@ -240,7 +240,7 @@ def _chance(readings: Sequence[Reading], values: Samples, sure: Sequence[Shift])
 def _signs_of_noise(
     readings: Sequence[Reading], at: int, samples: Sequence[Samples], threshold: float, better: Better
 ) -> Iterator[str]:
-    """What speaks for noise in the change after a reading."""
+    """Reasons to take the change after a reading for noise."""
     best = [float(np.quantile(side, 0.1 if better is Better.LOWER else 0.9)) for side in samples]
     if samples[0].size > 1 and abs(best[1] / best[0] - 1) <= threshold:
         yield "its best tenth did not change"
@@ -251,7 +251,7 @@ def _signs_of_noise(
 
 
 def differing(before: Reading, after: Reading) -> str:
-    """What else differs between two readings: "driver 580 → 590, another card, another route"."""
+    """Other differences between two readings: "driver 580 → 590, another card, another route"."""
     both = [name for name in before.tools if before.tools[name] != after.tools.get(name, before.tools[name])]
     parts = [
         "another card" if name == "uuid" else f"{name} {before.tools[name]} → {after.tools[name]}" for name in both

@@ -182,7 +182,7 @@ def _in_queue(place: str, name: str, person: str | None, since: datetime, why: s
 
 
 def _without_run(store: Store, jobs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of Ray's jobs that no run is known of, with their times as such, and the person whom `nsa submit` named."""
+    """Ray's jobs that no run is known of, with their times as such, and the person whom `nsa submit` named."""
     known, found = set(queries.run_ids(store).values()), []
     for job in jobs:
         if job.get("submission_id") and job["submission_id"] not in known:

@@ -42,7 +42,7 @@ class Cell:
 
 
 def cells(store: Store, crossings: Iterable[Crossing]) -> list[Cell]:
-    """The measured cells of each workload, by length. Raises StoreUnavailable."""
+    """Measured cells of each workload, by length; none where the ratio is not of times. Raises StoreUnavailable."""
     crossings = list(crossings)
     ids = {point for each in crossings for points in each.points.values() for point in points}
     measured = queries.measurements(store, run_ids=sorted({point.rpartition("/")[0] for point in ids}))
@@ -50,9 +50,9 @@ def cells(store: Store, crossings: Iterable[Crossing]) -> list[Cell]:
     rows = {row["point_id"]: row for row in measured.to_dict("records")}
     reported, found = queries.scaling(store, origin=Origin.REPORTED), []
     for crossing in crossings:
-        peers = list(peer_figures(reported, rows[next(iter(crossing.points.values()))[0]]["gpu"]))
-        for seq_len, points in crossing.points.items():
-            nsa, dense = (rows[point] for point in points)
+        pairs = {length: (rows[nsa], rows[dense]) for length, (nsa, dense) in crossing.points.items() if nsa in rows}
+        peers = list(peer_figures(reported, next(iter(pairs.values()))[0]["gpu"])) if pairs else []
+        for seq_len, (nsa, dense) in pairs.items():
             here = (place_of(nsa), TIME) if nsa["workload"] == "attention" else None
             figures = sorted(figure for place, metric, figure in peers if (place, metric) == here)
             found.append(Cell(crossing, seq_len, nsa, dense, figures))

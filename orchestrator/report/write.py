@@ -37,7 +37,7 @@ def growth_chart(rows: pd.DataFrame, fits: Sequence[Fit], quantity: Quantity) ->
 
 
 class Facts:
-    """What a report of these runs says. Raises StoreUnavailable, GatesError.
+    """Content of a report of these runs. Raises StoreUnavailable, GatesError.
 
     Runs of kind bench have tables of their own, and in the charts only their fullest pass.
     """

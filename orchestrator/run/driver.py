@@ -226,7 +226,7 @@ def _executor(order: Order) -> LocalExecutor | RayExecutor:
 
 
 def database_problem(settings: Settings) -> str | None:
-    """What may damage the database: SQLite's log (WAL) is unsafe on a network file system; None elsewhere."""
+    """A danger to the database: SQLite's log (WAL) is unsafe on a network file system; None elsewhere."""
     path = sqlite_path(settings.database)
     if path is None or (system := network_file_system(path)) is None:
         return None

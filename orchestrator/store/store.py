@@ -166,7 +166,7 @@ def apply(session: Session, records: Iterable[Record]) -> None:
     while batch := list(islice(remaining, 500)):
         # Locked: two writers of a run would both go by what the other is about to change.
         named = {record.run_id for record in batch}
-        runs: dict[str, Any] = {run_id: session.get(Run, run_id, with_for_update=True) for run_id in named}
+        runs: dict[str, Any] = {run_id: session.get(Run, run_id, with_for_update=True) for run_id in sorted(named)}
         ids = {getattr(record, "point_id", None) for record in batch} - {None}
         stored = session.scalars(select(Point).where(Point.id.in_(ids)))
         points: dict[str | None, Any] = {point.id: point for point in stored}

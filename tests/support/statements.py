@@ -54,7 +54,7 @@ _COUNTED = {("metric", "id"), ("artifact", "id")}
 
 
 def attempts_of(history: History) -> dict[str, Any]:
-    """What a resume goes by: each point's attempts, and the figures of its outcome."""
+    """Basis of a resume: each point's attempts, and the figures of its outcome."""
     attempts = {
         point_id: {number: (one.state, one.settled, one.key) for number, one in point.attempts.items()}
         for point_id, point in history.points.items()

@@ -1,4 +1,4 @@
-"""What is chosen on a GPU by the Triton that this process finds, and what everything says about it."""
+"""Reports what is chosen on a GPU by the Triton that this process finds, and how that is explained."""
 
 from __future__ import annotations
 

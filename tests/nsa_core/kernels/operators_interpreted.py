@@ -100,7 +100,7 @@ def test_packed_sequences_are_one_graph_which_checks_their_bounds(make_case, con
 
 
 def test_gradients_of_some_inputs_alone(make_case, config):
-    """Of q, of k (compiled, too), of v and gates: the bits of a call that wants all, and no kernel that none needs."""
+    """Gradients of some inputs have the bits of a call for all, and no kernel runs that none of them needs."""
     case = make_case(70, 2, 1)
     _, *expected = run(case.leaves, config, "triton")
 

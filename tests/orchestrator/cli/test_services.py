@@ -1,4 +1,4 @@
-"""What `nsa up` and `nsa down` look at before they act; tests/e2e/test_nsa.py starts real clusters."""
+"""Checks of `nsa up` and `nsa down` before they act; tests/e2e/test_nsa.py starts real clusters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from jobs.schema.states import RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.execute import gpu_release, supervisor
 from orchestrator.execute.gpu_release import Gpus
-from orchestrator.execute.supervisor import Assignment, Conditions, supervise
+from orchestrator.execute.supervisor import Assignment, Conditions, process_variables, supervise
 from orchestrator.store import Store, models, queries
 from orchestrator.store.records import OutcomeRecord, Progress, RunEndRecord, RunRecord, StartRecord
 
@@ -114,3 +114,8 @@ def test_a_stop_does_not_wait_for_a_wedged_driver(driver: Driver, snippet_kind, 
             driver.answers.clear()
             threading.Timer(0.3, stop.set).start()
     assert stop.is_set()
+
+
+def test_a_point_counts_gpus_as_the_driver_does_whatever_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert process_variables(1, "1")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

