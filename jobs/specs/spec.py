@@ -180,6 +180,10 @@ class JobSpec(Strict):
         default=[{}], description="environment variables, or a list of such sets: every point is measured under each"
     )
     only: list[str] = Field(default=[], description="labels of the points to measure; none: all")
+    requires_preflight: bool = Field(
+        default=False,
+        description="true: refused unless every GPU that points may get had a preflight within a day, and none is BAD",
+    )
     python: Annotated[
         list[_Interpreter | None],
         _listed(str | list[str | None] | None),

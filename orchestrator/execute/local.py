@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import socket
 import threading
 import time
 import traceback
@@ -46,6 +47,10 @@ class LocalExecutor:
             errors.append(f"resources.accelerator_type: {resources.accelerator_type!r}: {problem}")
         if errors:
             raise UserError("\n".join(errors))
+
+    def gpus(self) -> Mapping[str, int]:
+        """The number of GPUs that points may get, by the node's name."""
+        return {socket.gethostname(): len(self._gpus)}
 
     def probe(self) -> Mapping[str | None, Machine]:
         """The machine that the points will use, as each interpreter of the spec finds it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
@@ -64,6 +65,15 @@ class RayExecutor:
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
+
+    def gpus(self) -> Mapping[str, int]:
+        import ray
+
+        found: Counter[str] = Counter()
+        for node in interruptibly(ray.nodes):
+            if node["Alive"] and self._share.on(node["Resources"]):
+                found[node["NodeManagerHostname"]] += math.ceil(node["Resources"].get("GPU", 0))
+        return found
 
     def probe(self) -> Mapping[str | None, Machine]:
         """As LocalExecutor, once a slot is free; also pins the points to the type of the card that was probed."""

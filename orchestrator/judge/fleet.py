@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from jobs.schema import card_health as health
 from jobs.schema.quantities import GPU_THROTTLED, Quantity, readable
 from jobs.schema.states import PointState
+from orchestrator.errors import UserError
 from orchestrator.store import Store, queries
 
 FEWEST = 4  # points or cards that make a fleet
+FRESH = timedelta(days=1)  # of a preflight that a spec requires
 _RUNS = 4  # the newest of a node, which say how many cards it has
 _WARN, _BAD = 0.95, 0.90  # of the fleet's median
 _THROTTLED = 5.0  # percent of the time
@@ -144,6 +146,30 @@ def judge_cards(store: Store) -> list[Card]:
         findings = _findings(row, gpu, drivers, list(counts[node].values())[:_RUNS], usual)
         cards.append(Card(label, node, uuid, row["point_id"], row["ended_at"], tuple(findings)))
     return sorted(cards, key=lambda card: (list(Level).index(card.level), card.node, card.label, card.uuid))
+
+
+def require_preflight(store: Store, gpus: Mapping[str, int], now: datetime, command: str) -> None:
+    """Raise UserError unless all GPUs had a preflight within a day, none of them BAD.
+
+    Args:
+        gpus: the number of each node, by its name.
+        command: looks at the cards again.
+    """
+    cards, mistakes = judge_cards(store), []
+    for node, count in gpus.items():
+        here = [card for card in cards if card.node == node]
+        fresh = [card for card in here if now - card.at <= FRESH]
+        for card in fresh:
+            if bad := [each for each in card.findings if each.level == Level.BAD]:
+                why = "; ".join(f"{each.check} {each.value}, {each.why}: {each.fix}" for each in bad)
+                mistakes.append(f"{card.label} ({card.uuid}) on {node} is BAD: {why}; then")
+        if len(fresh) < count:
+            old = "".join(f"; {card.label}: {card.at:%Y-%m-%d %H:%M} UTC" for card in here if card not in fresh)
+            mistakes.append(f"{count - len(fresh)} of {count} GPUs of {node} had no preflight within a day{old};")
+    if not any(gpus.values()):
+        mistakes = ["there is no GPU to look at; leave the field out, or start a node with GPUs and"]
+    if mistakes:
+        raise UserError("\n".join(f"requires_preflight: true: {mistake} run {command}" for mistake in mistakes))
 
 
 def _findings(

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 
 from jobs.hardware.machine import probe
@@ -27,13 +28,14 @@ from orchestrator.database_url import StoreError, StoreUnavailable, hide_passwor
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
+from orchestrator.judge.fleet import require_preflight
 from orchestrator.report import summary
 from orchestrator.report.table import Table
 from orchestrator.run import plan, webhook
 from orchestrator.run.order import Order, never_began, print_points, read_order, record_refusal
 from orchestrator.run.progress import Watcher
 from orchestrator.run.scheduler import Scheduler
-from orchestrator.settings import Settings
+from orchestrator.settings import Settings, example_spec
 from orchestrator.store import Store
 from orchestrator.store.journal import NAME, STOP_S, TIMEOUT_S, Journal, JournalFull, Recorder
 from orchestrator.store.records import EventRecord, PointRecord
@@ -112,6 +114,11 @@ def _run(order: Order, stop: _Stop) -> int:
             recorder.write([run.model_copy(update={"state": RunState.PENDING}), *order.labels])
         try:
             executor = executor or _executor(order)
+            if order.spec.requires_preflight:
+                door = "python -m jobs --local" if order.local else "nsa submit"
+                gpus = executor.gpus()
+                command = f"{door} {example_spec('preflight')} --set cards={sum(gpus.values())}"
+                require_preflight(store, gpus, datetime.now(UTC), command)
             machines = executor.probe()
             points, further = plan.points_of(order.spec, machines), partial(plan.points_of, order.spec, machines)
             todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)

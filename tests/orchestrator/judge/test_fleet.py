@@ -16,7 +16,8 @@ from jobs.hardware import health
 from jobs.schema import card_health
 from jobs.schema.quantities import GPU_THROTTLED
 from jobs.schema.states import PointState
-from orchestrator.judge.fleet import Card, Level, judge_cards
+from orchestrator.errors import UserError
+from orchestrator.judge.fleet import Card, Level, judge_cards, require_preflight
 from orchestrator.report import fleet as tables
 from orchestrator.store import Store, queries
 from orchestrator.store import records as rec
@@ -228,3 +229,28 @@ def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store
         *("driver", "count", "NVLink", "clock", "GEMM", "copy", "copy from host")
     }
     assert card.level is Level.UNKNOWN
+
+
+def test_a_spec_that_requires_it_is_refused_without_a_good_preflight_of_the_day(
+    history: None, sqlite_store: Store, monkeypatch
+) -> None:
+    def refusal(gpus: Mapping[str, int], hours: float = 1) -> str:
+        with pytest.raises(UserError) as refused:
+            require_preflight(sqlite_store, gpus, T0 + timedelta(hours=hours), "nsa submit preflight.yaml")
+        return str(refused.value)
+
+    preflight(sqlite_store, {2: {"log": XID.format(2, 79)}, 3: {"limit": 500_000}}, monkeypatch)
+    bad = refusal({"bench1": 8})
+    assert bad.startswith("requires_preflight: true: NVIDIA H200 2 (GPU-2) on bench1 is BAD: Xid errors 79, the kernel")
+    assert "reset the card" in bad
+    assert bad.endswith("run nsa submit preflight.yaml")
+    assert "\n" not in bad, "what is WARN refuses nothing"
+    assert refusal({"bench2": 1}).startswith("requires_preflight: true: 1 of 1 GPUs of bench2 had no preflight within")
+    assert "there is no GPU" in refusal({"bench1": 0})
+    assert f"8 of 8 GPUs of bench1 had no preflight within a day; NVIDIA H200 2: {T0:%Y-%m-%d %H:%M} UTC" in refusal(
+        {"bench1": 8}, 25
+    )
+    monkeypatch.setitem(globals(), "T0", T0 + timedelta(hours=1))
+    preflight(sqlite_store, {}, monkeypatch, run="later")
+    require_preflight(sqlite_store, {"bench1": 8}, T0 + timedelta(hours=23), "")
+    assert "1 of 9 GPUs" in refusal({"bench1": 9})

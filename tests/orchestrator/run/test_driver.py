@@ -53,6 +53,17 @@ def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
     assert re.fullmatch(r"\d{8}-\d{6}-test-[0-9a-f]{4}", begun.run_id)
 
 
+def test_a_run_that_requires_preflights_begins_nothing_without_them(
+    home, spec, quick_probe, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert driver.main([str(spec("pass", more="requires_preflight: true\n")), "--local"]) == 2
+    said = capsys.readouterr().err
+    assert "error: requires_preflight: true: 2 of 2 GPUs of " in said
+    assert said.endswith("run python -m jobs --local jobs/configs/preflight.yaml --set cards=2\n")
+    assert not list((home / "artifacts").glob("*"))
+
+
 # Ending early
 
 
