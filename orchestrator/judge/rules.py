@@ -242,8 +242,11 @@ class RatioRule(_Bounded):
 
     @model_validator(mode="after")
     def _of_two(self) -> Self:
-        if self.numerator == self.denominator:
+        above, below, same = self.numerator, self.denominator, set(self.same)
+        if above.metric == below.metric and ("point_id" in same or str(above.where) == str(below.where)):
             raise ValueError("denominator: is the numerator, so that the ratio is 1; give it another metric or where")
+        if apart := [name for name in above.where.apart_in(below.where) if same & {name, "point_id"}]:
+            raise ValueError(f"same: no point matches both sides' {apart[0]}, so that there is no pair; leave it out")
         return self
 
 
@@ -255,6 +258,14 @@ class StatesRule(_Rule):
     but: dict[str, PointState] = Field({}, description="the state in which points of an implementation are to end")
     because: str | None = Field(None, min_length=1, description="only for reasons that begin so")
     min_points: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _names_a_failure(self) -> Self:
+        if not (FAILED & {*self.none_of} or self.but):
+            raise ValueError(
+                f"none_of: names no failure, so that all may fail; use some of {', '.join(sorted(FAILED))}"
+            )
+        return self
 
 
 _KINDS = ("exponent", "metric", "ratio", "states")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ LENGTH = "seq_len"
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
 _APART = {MODEL.name, PACK.name}  # points that have such an axis are of no rule that does not name it
 _SLICE = " MIG "
-_ARCHITECTURES = {"A100": "sm80", "H100": "sm90", "H200": "sm90", "B200": "sm100"}
+_ARCHITECTURES = {"A100": "sm80", "H20": "sm90", "H100": "sm90", "H200": "sm90", "GH200": "sm90", "B200": "sm100"}
 
 Row = Mapping[str, Any]  # of the view v_metrics or v_points
 
@@ -74,6 +75,11 @@ class _Where(Strict):
         given["axes"] = {**self.axes, **more.axes}
         return type(self).model_validate(given)  # no copy: it would keep what is cached
 
+    def apart_in(self, other: Where) -> list[str]:
+        """Columns for which both filters ask, and no value matches both."""
+        mine, theirs = self._requested, other._requested
+        return [column for column in mine if column in theirs and not _meet(mine[column], theirs[column])]
+
     @cached_property
     def _requested(self) -> dict[str, Any]:
         """The requested values by column, of the fields that are given."""
@@ -121,6 +127,16 @@ def is_among(value: str | float | None, requested: Texts | Numbers | Range | Non
             return value == requested
 
 
+def _meet(first: Any, second: Any) -> bool:
+    """Whether one value may be both requests; two patterns or ranges are not looked into."""
+    if isinstance(first, tuple):
+        return any(_meet(each, second) for each in first)
+    if isinstance(second, tuple):
+        return _meet(second, first)
+    broad = all(isinstance(each, Range) or "*" in str(each) for each in (first, second))
+    return broad or is_among(first, second) or is_among(second, first)
+
+
 class Hardware(BaseModel):
     """A number of cards of one sort, or a CPU."""
 
@@ -140,7 +156,7 @@ class Hardware(BaseModel):
         if (self.gpus > 0) != (self.gpu is not None):
             raise ValueError("a machine with gpus has a gpu (a pattern of its name), and one without has none")
         for card, architecture in _ARCHITECTURES.items():
-            if card in (self.gpu or "") and self.architecture not in (None, architecture):
+            if re.search(rf"\b{card}\b", self.gpu or "") and self.architecture not in (None, architecture):
                 raise ValueError(f"architecture: {self.architecture!r}: {self.gpu!r} is {architecture}; write that")
         return self
 
@@ -149,7 +165,9 @@ class Hardware(BaseModel):
         1g.18gb", is the card only for a pattern that names MIG."""
         if self.gpu is None or name is None:
             return self.gpu is name
-        return fnmatchcase(name, self.gpu) and (_SLICE in self.gpu or _SLICE not in name)
+        number = re.match(r"[^*?[]*\d(?=\*)", self.gpu)  # "NVIDIA A100*" is no A1000
+        longer = number is not None and name[number.end() :][:1].isdigit()
+        return fnmatchcase(name, self.gpu) and not longer and (_SLICE in self.gpu or _SLICE not in name)
 
 
 @dataclass(frozen=True, eq=False)

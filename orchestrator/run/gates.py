@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Better, Quantities
-from jobs.specs.kinds import kinds
+from jobs.specs.kinds import kinds, offered_kinds
 from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 from orchestrator.judge.rules import READY_SPECS, Gates, GatesError, Rule, Target, load_gates
 
-_NEVER_BELOW_ZERO = ("ms", "s", "MiB", "tok/s", "token", "J/tok", "W")
+_NEVER_BELOW_ZERO = ("ms", "s", "MiB", "tok/s", "token", "J/tok", "W", "GB/s", "TFLOP/s", "MHz")
 
 
 def own_gates(path: Path | None) -> Gates:
@@ -28,35 +30,55 @@ def own_gates(path: Path | None) -> Gates:
 
 
 def misdirected(gates: Gates) -> Iterator[str]:
-    """One line for each rule whose quantities are unknown or unlike, whose bound nothing can miss, or whose way to
-    missing evidence is no spec."""
+    """One line for each rule whose quantities or implementations are unknown or unlike, whose bound nothing can miss on
+    some hardware, or whose way to missing evidence is no spec."""
+    from jobs import drill
+    from jobs.adapters import peer_names
+    from jobs.specs.fields import DENSE_KERNELS, WINDOW_ALONE
+    from nsa_core.backends import backend_names  # with PyTorch, which a driver without rules of its own does not need
+
+    names = [*backend_names(), *WINDOW_ALONE, *DENSE_KERNELS, *peer_names(), *get_args(drill.Behaviour)]
+    if offered_kinds():  # with implementations of their own
+        names = []
     declared = Quantities(quantity for kind in kinds().values() for quantity in kind.QUANTITIES)
     for target in gates.targets:
         for rule in target.rules:
-            if mistake := _mistake(rule, target, declared):
-                yield f"targets.{target.name}.rules.{rule.rule}.{mistake}"
-        judged = (rule for hardware in gates.of(target) for rule in target.rules_on(hardware))
-        for name, measure in dict.fromkeys((rule.rule, rule.measure) for rule in judged if rule.measure.spec):
-            try:
-                load_spec(READY_SPECS / (measure.spec or ""), measure.set)
-            except SpecError as err:
-                yield f"targets.{target.name}.rules.{name}.measure: {measure.spec}: {in_a_line(err)}"
+            at, machines = f"targets.{target.name}.rules.{rule.rule}", gates.of(target)
+            judged = {m: rule.judged_on(m, target.plan) for m in machines if not m or m.gpus >= rule.min_gpus}
+            if not judged:
+                yield f"{at}.min_gpus: {rule.min_gpus}: no hardware of the target has so many; lower it"
+            forms = {"": rule} | {f" (on {machine.name})": form for machine, form in judged.items() if machine}
+            mistakes = ((on, _mistake(form, target, declared, names)) for on, form in forms.items())
+            if first := next((f"{at}.{mistake}{on}" for on, mistake in mistakes if mistake), None):
+                yield first
+            for measure in dict.fromkeys(form.measure for form in judged.values() if form.measure.spec):
+                try:
+                    load_spec(READY_SPECS / (measure.spec or ""), measure.set)
+                except SpecError as err:
+                    yield f"{at}.measure: {measure.spec}: {in_a_line(err)}"
 
 
-def _mistake(rule: Rule, target: Target, declared: Quantities) -> str | None:
+def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[str]) -> str | None:
+    """The first mistake; `names`: of all implementations, empty if there may be others."""
+    for name in _implementations(rule):
+        if names and not fnmatch.filter(names, name):
+            fix = (get_close_matches(name, names, 1) or [", ".join(names)])[0]
+            return f"implementation: {name!r}: there is none; use {fix}"
     if rule.kind == "states":
         return None
-    for name in _metrics(rule):
+    proof = rule.proof if rule.kind == "metric" else None
+    for field, name in [*(("metric", name) for name in _metrics(rule)), *([("proof", proof)] if proof else [])]:
         if not any(quantity.declares(name) for quantity in declared):
             close = get_close_matches(name, [quantity.name for quantity in declared], 1)
-            return f"metric: {name!r}: no kind measures it; use {close[0] if close else 'one of docs/metrics.md'}"
+            return f"{field}: {name!r}: no kind measures it; use {close[0] if close else 'one of docs/metrics.md'}"
     first, *others = (declared.of(name) for name in _metrics(rule))
     for other in others:
         if first.unit != other.unit:
             return f"denominator: {other.name!r} is in {other.unit}, {first.name!r} in {first.unit}; use one unit"
     if rule.kind == "metric" and rule.unit != first.unit:
         return f"unit: {rule.unit!r}: {first.name} is in {first.unit!r}; write that"
-    positive = rule.kind != "metric" or rule.absolute or first.unit in _NEVER_BELOW_ZERO
+    share = first.unit == "%" and first.better is not None  # a change, which may be negative, has no better direction
+    positive = rule.kind != "metric" or rule.absolute or first.unit in _NEVER_BELOW_ZERO or share
     if positive and isinstance(rule.at_least, float) and rule.at_least <= 0:
         return f"at_least: {rule.at_least:g}: nothing is below it; give a bound that can be missed"
     bound, right = ("at_most", "at_least") if rule.at_least is None else ("at_least", "at_most")
@@ -73,3 +95,12 @@ def _metrics(rule: Rule) -> tuple[str, ...]:
     if rule.kind == "ratio":
         return rule.numerator.metric, rule.denominator.metric
     return () if rule.kind == "states" else (rule.metric,)
+
+
+def _implementations(rule: Rule) -> Iterator[str]:
+    """Names and patterns of implementations in the rule's filters."""
+    sides = (rule.numerator, rule.denominator) if rule.kind == "ratio" else ()
+    for each in (rule, *rule.instead, *sides):
+        names = each.where.implementation  # pyright: ignore[reportAttributeAccessIssue] - a field by AXES
+        yield from (names,) if isinstance(names, str) else names or ()
+    yield from rule.but if rule.kind == "states" else ()

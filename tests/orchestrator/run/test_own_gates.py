@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from nsa_command import nsa
 
 from orchestrator.judge.rules import GatesError, load_gates
+from orchestrator.judge.scope import Hardware
 from orchestrator.run.gates import misdirected, own_gates
 
 MEMORY = {"kind": "metric", "metric": "peak_memory", "unit": "MiB"}
@@ -40,6 +42,27 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
         (MEMORY | {"at_least": 1.0}, "at_least: of peak_memory lower is better, so that only too good ones"),
         (ratio("throughput", "throughput", at_least=0.0), "at_least: 0: nothing is below it; give a bound"),
         ({"kind": "exponent", "metric": "time", "at_least": -1.0}, "at_least: -1: nothing is below it"),
+        (MEMORY | {"proof": "longst", "at_most": 1}, "proof: 'longst': no kind measures it; use longest"),
+        (
+            {"kind": "metric", "metric": "recall", "unit": "%", "at_least": 0.0},
+            "at_least: 0: nothing is below it; give a bound",
+        ),
+        (
+            MEMORY | {"where": {"implementation": ["tritn"]}, "at_most": 1},
+            "implementation: 'tritn': there is none; use triton",
+        ),
+        (ratio("time", "time", at_most=1) | {"same": ["point_id"]}, "denominator: is the numerator, so that the ratio"),
+        (
+            ratio("oracle_error", "oracle_error_bound", at_most=1)
+            | {"numerator": {"metric": "oracle_error", "where": {"implementation": "dense*"}}, "same": ["point_id"]},
+            "same: no point matches both sides' implementation, so that there is no pair",
+        ),
+        ({"kind": "states", "none_of": []}, "none_of: names no failure, so that all may fail; use some of crash, err"),
+        ({"kind": "states", "none_of": ["skipped"]}, "none_of: names no failure"),
+        (
+            {"kind": "states", "but": {"spinn": "hang"}},
+            "implementation: 'spinn': there is none; use spin",
+        ),
         (
             MEMORY | {"at_most": 1.0, "measure": {"spec": "bench.yaml", "set": ["lengths=[0]"]}},
             "measure: bench.yaml: lengths.0: 0",
@@ -49,7 +72,24 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
 def test_a_rule_that_decides_nothing_is_refused(tmp_path: Path, rule: dict[str, Any], message: str) -> None:
     with pytest.raises(GatesError) as refused:
         own_gates(written(tmp_path, rule))
-    assert str(refused.value).startswith(f"targets.t.rules.r0.{message}")
+    assert re.match(rf"targets\.(t|0)\.rules\.(r)?0\.(\w+\.)?{re.escape(message)}", str(refused.value))
+
+
+def test_a_bound_is_looked_at_on_each_hardware(tmp_path: Path) -> None:
+    cards = [{"name": f"{n}x-x", "title": "X", "gpu": "X", "gpus": n} for n in (1, 2)]
+    speed = {"kind": "metric", "metric": "throughput", "unit": "tok/s", "gpus": "all", "at_least": 9.0}
+    changed = [{"per_hardware": {"1x-x": {"at_least": 0.0}}}, {"on_several": {"at_least": -1.0}}, {"min_gpus": 4}]
+    path = written(tmp_path, *(speed | change for change in changed), hardware=cards)
+    rules = yaml.safe_load(path.read_text())
+    rules["targets"][0]["hardware"] = ["1x-x", "2x-x"]
+    path.write_text(yaml.safe_dump(rules))
+    with pytest.raises(GatesError) as refused:
+        own_gates(path)
+    assert str(refused.value).splitlines() == [
+        "targets.t.rules.r0.at_least: 0: nothing is below it; give a bound that can be missed (on 1x-x)",
+        "targets.t.rules.r1.at_least: -1: nothing is below it; give a bound that can be missed (on 2x-x)",
+        "targets.t.rules.r2.min_gpus: 4: no hardware of the target has so many; lower it",
+    ]
 
 
 def test_the_shipped_rules_can_all_fail() -> None:
@@ -67,6 +107,28 @@ def test_a_ratio_with_itself_and_a_wrong_architecture_are_refused(tmp_path: Path
     card = {"name": "1x-a100", "title": "A100", "gpu": "NVIDIA A100*", "gpus": 1, "architecture": "sm90"}
     with pytest.raises(GatesError, match=r"architecture: 'sm90': 'NVIDIA A100\*' is sm80; write that"):
         own_gates(written(tmp_path, MEMORY | {"at_most": 1.0}, hardware=[card]))
+    with pytest.raises(GatesError, match=r"architecture: 'sm80': 'NVIDIA H20' is sm90; write that"):
+        own_gates(
+            written(
+                tmp_path, MEMORY | {"at_most": 1.0}, hardware=[card | {"gpu": "NVIDIA H20", "architecture": "sm80"}]
+            )
+        )
+    other = card | {"gpu": "NVIDIA RTX A1000*", "architecture": "sm86"}
+    assert own_gates(written(tmp_path, MEMORY | {"at_most": 1.0}, hardware=[other]))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "same"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100*", True),
+        ("NVIDIA A1000", "NVIDIA A100*", False),
+        ("NVIDIA H200", "NVIDIA H20*", False),
+        ("NVIDIA H200", "NVIDIA H200*", True),
+        ("NVIDIA H200", "NVIDIA H*", True),
+    ],
+)
+def test_a_card_is_not_taken_for_one_whose_number_begins_alike(name: str, pattern: str, same: bool) -> None:
+    assert Hardware(name="x", title="X", gpu=pattern, gpus=1).is_card(name) is same
 
 
 def test_rules_are_checked_by_a_command_without_a_database(tmp_path: Path) -> None:
