@@ -113,8 +113,8 @@ def _import_table(store: Store, path: Path) -> str:
                 session.flush()
             unchanged = False
             apply(session, records)
-    points = [point for run, _ in runs for point in run.points]
-    metrics = sum(len(point.metrics) for point in points)
+    points = [outcome for run, _ in runs for _, outcome in run.points]
+    metrics = sum(len(outcome.metrics) for outcome in points)
     number = len({run.run_id for run, _ in runs})
     what = f"{path}: {number} reported run(s), {len(points)} points, {metrics} metrics"
     return what + (" (stored before, nothing changed)" if unchanged else "")

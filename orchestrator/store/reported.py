@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -68,44 +68,30 @@ class Row(dict[str, str]):
             raise self.error(name, f"{shown(self[name])} is unknown; use one of {', '.join(PointState)}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedPoint:
-    """One configuration of a report, with its metrics or its failure."""
-
-    label: str
-    axes: dict[str, Any]
-    at: datetime
-    environment: dict[str, Any]
-    metrics: tuple[rec.MetricData, ...] = ()
-    state: PointState = PointState.OK
-    reason: str | None = None
-    estimate_bytes: int | None = None
-
-
 @dataclass(frozen=True)
-class ReportedRun:
-    """One report; `notes` are its unmeasured statements (targets)."""
+class Report:
+    """A report: where it is from, and of each point its plan and its outcome; `notes` are statements (targets)."""
 
     run_id: str
     name: str
     kind: str
     source: str
-    points: tuple[ReportedPoint, ...]
     notes: tuple[str, ...] = ()
+    points: list[tuple[rec.PointRecord, rec.OutcomeRecord]] = field(default_factory=list)
+
+    def add(self, label: str, at: datetime, *, axes: Any, estimate_bytes: int | None = None, **ended: Any) -> None:
+        """Add a point with its metrics or its failure: `ended` are fields of its outcome."""
+        number = len(self.points)
+        about: Any = {"run_id": self.run_id, "at": at, "point_id": f"{self.run_id}/{number}"}
+        key = hashlib.sha256(f"{self.run_id}{label}{number}".encode()).hexdigest()[:16]
+        planned = {"label": label, "axes": axes, "estimate_bytes": estimate_bytes}
+        point = rec.PointRecord(**about, index=number, key=key, config={}, **planned)
+        self.points.append((point, rec.OutcomeRecord(**about, attempt=1, **ended)))
 
     def records(self) -> list[rec.Record]:
         """The run's records, the same for the same table; the beginning's hash is that of all others."""
-        rest: list[rec.Record] = []
-        ends: list[rec.Record] = []
-        for number, point in enumerate(self.points):
-            about = {"run_id": self.run_id, "at": point.at, "point_id": f"{self.run_id}/{number}"}
-            key = hashlib.sha256(f"{self.run_id}{point.label}{number}".encode()).hexdigest()[:16]
-            planned = {name: getattr(point, name) for name in ("label", "axes", "estimate_bytes")}
-            rest.append(rec.PointRecord(**about, index=number, key=key, config={}, **planned))
-            ended = {name: getattr(point, name) for name in ("state", "reason", "environment", "metrics")}
-            ends.append(rec.OutcomeRecord(**about, attempt=1, **ended))
-        times = [point.at for point in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
-        rest += ends
+        times = [point.at for point, _ in self.points] or [datetime(2000, 1, 1, tzinfo=UTC)]
+        rest: list[rec.Record] = [*(point for point, _ in self.points), *(outcome for _, outcome in self.points)]
         rest += [rec.EventRecord(run_id=self.run_id, at=min(times), message=note) for note in self.notes]
         rest.append(rec.RunEndRecord(run_id=self.run_id, at=max(times), state=RunState.DONE))
         begin = rec.RunRecord(
@@ -121,9 +107,11 @@ class ReportedRun:
         return [begin, *rest]
 
 
-def peers(rows: list[Row]) -> Iterable[ReportedRun]:
+def peers(rows: list[Row]) -> Iterable[Report]:
     """One run of peers' attention operators, from rows holding forward and forward+backward of one configuration."""
-    points = []
+    cards = "-".join(sorted({row["gpu"] for row in rows}))
+    source = "peers: public implementations and dense attention"
+    report = Report(f"reported-peers-{cards}", "peers", "reported", source)
     for row in rows:
         name, memory = row["implementation"], row.number("peak_extra_mib")
         numbers = {axis: row.integer(axis) for axis in ("query_heads", "kv_heads", "head_dim", "seq_len", "batch")}
@@ -136,14 +124,12 @@ def peers(rows: list[Row]) -> Iterable[ReportedRun]:
                     method = "max_memory_allocated of one pass minus what was allocated before it"
                     metrics.append(_metric(PEAK_EXTRA_MEMORY, memory, method))
                 label = f"{name} {pass_} {row['query_heads']}/{row['kv_heads']} d{row['head_dim']} S={row['seq_len']}"
-                point = ReportedPoint(label, {**axes, "pass_": pass_}, row.time("date"), environment, tuple(metrics))
-                points.append(point)
-    cards = "-".join(sorted({row["gpu"] for row in rows}))
-    source = "peers: public implementations and dense attention"
-    yield ReportedRun(f"reported-peers-{cards}", "peers", "reported", source, tuple(points))
+                of = {"environment": environment, "metrics": tuple(metrics), "state": PointState.OK}
+                report.add(label, row.time("date"), axes={**axes, "pass_": pass_}, **of)
+    yield report
 
 
-def exported(rows: list[Row]) -> Iterable[ReportedRun]:
+def exported(rows: list[Row]) -> Iterable[Report]:
     """Runs of a table with one metric a row, as `nsa export` writes it; a row without a point is a note of its run.
 
     Their origin here is `reported`; a run that another database measured gets another id.
@@ -154,12 +140,14 @@ def exported(rows: list[Row]) -> Iterable[ReportedRun]:
     for run_id, groups in runs.items():
         first = next(iter(groups.values()))[0]
         notes = tuple(row["reason"] for row in groups.pop("", ()))
-        source, points = first["source"] or f"export of {run_id}", tuple(map(_exported_point, groups.values()))
         name = run_id if run_id.startswith("reported-") else f"imported-{run_id}"
-        yield ReportedRun(name, first["run_name"], first["kind"], source, points, notes)
+        report = Report(name, first["run_name"], first["kind"], first["source"] or f"export of {run_id}", notes)
+        for group in groups.values():
+            _add_exported(report, group)
+        yield report
 
 
-def _exported_point(rows: list[Row]) -> ReportedPoint:
+def _add_exported(report: Report, rows: list[Row]) -> None:
     row = rows[0]
     state = row.state("state")
     ended = state if state.ended else PointState.LOST
@@ -180,15 +168,15 @@ def _exported_point(rows: list[Row]) -> ReportedPoint:
             twice = f"{shown(name)} is there twice for the point {shown(each['point_id'])}"
             raise each.error("metric", f"{twice}; remove one of the rows")
         metrics[name] = rec.MetricData(name=name, unit=each["unit"], value=value, method=each["method"], **spread)
-    return ReportedPoint(
-        label=row["label"],
+    report.add(
+        row["label"],
+        row.time("ended_at" if row["ended_at"] else "created_at"),
         axes=axes,
-        at=row.time("ended_at" if row["ended_at"] else "created_at"),
+        estimate_bytes=row.integer("estimate_bytes"),
         environment={name: row[name] for name in _ENVIRONMENT if row[name]},
         metrics=tuple(metrics.values()),
         state=ended,
         reason=row["reason"] or (None if ended is state else f"was {row['state']} when it was exported"),
-        estimate_bytes=row.integer("estimate_bytes"),
     )
 
 
@@ -196,7 +184,7 @@ def _metric(quantity: Quantity, value: float, how: str) -> rec.MetricData:
     return rec.MetricData(name=quantity.name, unit=quantity.unit, value=value, method=f"reported: {how}")
 
 
-Reader = Callable[[list[Row]], Iterable[ReportedRun]]
+Reader = Callable[[list[Row]], Iterable[Report]]
 LAYOUTS: tuple[tuple[set[str], Reader], ...] = (
     # Columns by which a layout is known, and its reader.
     ({"run_id", "run_name", "point_id", "metric", "value", "state"}, exported),
