@@ -13,7 +13,6 @@ from jobs.schema.states import Origin, Result, RunState
 from orchestrator.errors import UserError
 from orchestrator.judge.crossover import Crossing
 from orchestrator.judge.decisions import Decision
-from orchestrator.judge.growth import short
 from orchestrator.judge.steps import merged, total
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict
 from orchestrator.report.now import failures
@@ -75,7 +74,7 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
 
 
 def _decisions(store: Store) -> None:
-    """Draw a card for each target; wrong rules leave the rest of the page."""
+    """Draw the verdicts, where NSA pays, and a card for each target; wrong rules leave the rest of the page."""
     try:
         decisions, crossings = data.judged(store)
     except UserError as err:
@@ -89,10 +88,14 @@ def _decisions(store: Store) -> None:
     machines = list(dict.fromkeys(verdict.hardware.title for verdict in verdicts if verdict.hardware))
     label, usual = "The answer for (none chosen: for all machines)", machines[0] if machines else None
     mine = st.segmented_control(label, machines, default=usual, key="machine", bind="query-params")
+    with st.container(border=True, key="answers-all", gap="xsmall"):
+        st.markdown("### May we start?")
+        grids.table([row for each in decisions for row in _start(each, mine)])
     if crossings:
         with st.container(border=True, key="crossovers", gap="xsmall"):
             st.markdown("### Where NSA begins to pay")
             grids.table([_pays(each) for each in crossings])
+            st.page_link("results.py", label="The ratios at every length", icon=":material/grid_on:")
     for each in decisions:
         card(each, mine)
 
@@ -139,7 +142,7 @@ def card(decision: Decision, mine: str | None = None) -> None:
                 _rules(decision.name, machines)
             else:
                 with st.container(key=f"answers-{decision.name}"):
-                    grids.table([_answers(title, verdict) for title, verdict in machines.items()])
+                    grids.table([{"Machine": title} | _answers(verdict) for title, verdict in machines.items()])
                 label = "The rules, with their values and evidence"
                 with st.expander(label, icon=":material/rule:", key=f"all-{decision.name}", bind="query-params"):
                     _rules(decision.name, machines)
@@ -148,23 +151,29 @@ def card(decision: Decision, mine: str | None = None) -> None:
             _steps(decision)
 
 
+def _start(decision: Decision, mine: str | None) -> list[dict[str, str]]:
+    """A target's verdict on the machine of this title, if it has that; of none, on all its machines."""
+    name = {"Plan": parts.plain(decision.title)}
+    if mine is None:
+        left = total(decision.steps).replace("$", "\\$")
+        return [name | {"Verdict": _sign(decision.result, named=True), "To find out": left}]
+    own = [verdict for verdict in decision.verdicts if verdict.hardware and verdict.hardware.title == mine]
+    return [name | _answers(verdict) for verdict in own]
+
+
 def _pays(crossing: Crossing) -> dict[str, str]:
-    """Where NSA begins to pay on a card, with the ratios at the lengths measured."""
-    ratios = (f"{short(length)}\N{NO-BREAK SPACE}{ratio:.2f}" for length, ratio in crossing.ratios.items())
     return {
         "Workload": parts.plain(crossing.title),
         "Card": parts.plain(crossing.hardware.title.removeprefix("1× ")),
         "NSA begins to pay": f"**{parts.plain(crossing.words)}**",
-        "Time of NSA / fastest dense attention, by S": " · ".join(ratios),
     }
 
 
-def _answers(title: str, verdict: TargetVerdict) -> dict[str, str]:
+def _answers(verdict: TargetVerdict) -> dict[str, str]:
     """The verdict on a machine, the answers to the questions, and what it would take to find out the rest."""
-    row = {"Machine": title, "Verdict": _sign(verdict.result, named=True)}
-    row |= {question.capitalize(): _sign(result, named=True) for question, result in verdict.questions.items()}
-    left = total(merged(rule.step for rule in verdict.rules if rule.step))
-    return row | {"To find out": left.replace("$", "\\$")}
+    answers = {question.capitalize(): _sign(result, named=True) for question, result in verdict.questions.items()}
+    steps = merged(rule.step for rule in verdict.rules if rule.step)
+    return {"Verdict": _sign(verdict.result, named=True), **answers, "To find out": total(steps).replace("$", "\\$")}
 
 
 def _rules(name: str, machines: dict[str, TargetVerdict]) -> None:
