@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _STOP_S = 3.0  # that a driver needs to end, and that Ray gives it where nothing
 _PATIENCE_S = 15.0
 _PROBES = 3
 _ANSWER_S = 1.0
+_ONE_ID = uuid.UUID("a0f5e0f8-2c4e-4d55-9d0b-6a1f3c1c8f11")
 ACCELERATOR = "accelerator_type:"
 
 
@@ -82,18 +84,16 @@ class RayExecutor:
         required = Requirements.of(self._spec)
         has_gpu = any(node.get("GPU", 0) >= 1 for node in self._nodes.values())
         gpus = required.gpus if required.gpus is not None else float(has_gpu and self._spec.device != "cpu")
+        share = self._share = Share.of(self._spec, gpus, self._type)
         # A probe whose worker or node is lost says nothing about the spec: another is tried.
-        task: Any = ray.remote(max_retries=_PROBES - 1, max_calls=0)(_probe)  # pyright: ignore[reportCallIssue]
-        self._share = Share.of(self._spec, gpus, self._type)
-        share = self._share
-        task = task.options(num_cpus=share.cpus, num_gpus=share.gpus, accelerator_type=share.card_type)
+        task = _task(share.cpus, share.gpus, share.card_type, retries=_PROBES - 1)
         with _gone():
-            answer = interruptibly(lambda: task.remote(required, None if gpus else ""))  # the head hears of it here
+            answer = interruptibly(lambda: task.remote(_probe, required, None if gpus else ""))  # the head hears of it
             if not ray.wait([answer], timeout=_PATIENCE_S)[0]:
                 warn("waiting for the cluster to have room for a point")
             while not ray.wait([answer], timeout=_ANSWER_S)[0]:
                 self._watch.look()
-            node, machines = ray.get(answer)
+            node, machines = ray.get(next(answer))
         if (reason := self._spec.resources.misfit(machines[self._spec.python[0]])) is not None:
             raise UserError(reason)
         if self._type is None and gpus_per_point(self._spec, machines[self._spec.python[0]]):
@@ -101,14 +101,10 @@ class RayExecutor:
         return machines
 
     def slots(self, machine: Machine) -> int:
-        import ray
-
         share = self._share = Share.of(self._spec, gpus_per_point(self._spec, machine), self._type)
-        # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
-        remote: Any = ray.remote(max_retries=0, max_calls=0, num_returns="streaming")  # pyright: ignore[reportCallIssue]
         self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
         cpus, gpus = (0, 0) if self._cluster else (share.cpus, share.gpus)
-        self._task = remote(_supervise).options(num_cpus=cpus, num_gpus=gpus, accelerator_type=share.card_type)
+        self._task = _task(cpus, gpus, share.card_type)
         self._gpus = None if gpus else ""
         room = share.points([*self._nodes.values()])
         return max(1, min(room, self._spec.resources.workers or room))
@@ -116,7 +112,7 @@ class RayExecutor:
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         self._grace_s = conditions.grace_s
         with _gone():
-            self._live[self._task.remote(assignments, conditions, self._gpus, self._cluster)] = batch
+            self._live[self._task.remote(_supervise, assignments, conditions, self._gpus, self._cluster)] = batch
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray
@@ -231,6 +227,25 @@ def _time_to_stop() -> float:
     return 0.0
 
 
+def _task(cpus: float, gpus: float, card_type: str | None, retries: int = 0) -> Any:
+    """Ray's remote function that calls a function of this module, with such resources, and yields what that yields.
+
+    Ray has a queue for each function and resources, and may serve one of them alone while it has tasks: of three runs
+    on two slots the third had to wait until another had no points left. What has the same id is one function, also in
+    other drivers, and its tasks are served in their order.
+    """
+    import ray
+
+    # max_calls=0: only the task's children use the GPU, so Ray need not replace the task's process.
+    task: Any = ray.remote(max_retries=retries, max_calls=0, num_returns="streaming")(_call)  # pyright: ignore[reportCallIssue]
+    task._uuid = _ONE_ID
+    return task.options(num_cpus=cpus, num_gpus=gpus, accelerator_type=card_type)
+
+
+def _call(function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
+    yield from function(*arguments)
+
+
 def _supervise(
     assignments: Sequence[Assignment], conditions: Conditions, gpus: str | None, cluster: Cluster | None
 ) -> Iterator[Update]:
@@ -243,11 +258,11 @@ def _supervise(
     yield from supervisor.supervise(assignments, conditions, gpus, cluster=cluster)
 
 
-def _probe(required: Requirements, gpus: str | None) -> tuple[str, dict[str | None, Machine]]:
-    """The id of the node where this task runs, and the machine there. Raises UserError."""
+def _probe(required: Requirements, gpus: str | None) -> Iterator[tuple[str, dict[str | None, Machine]]]:
+    """The id of the node where this task runs, with the machine there. Raises UserError."""
     import ray
 
-    return ray.get_runtime_context().get_node_id(), requirements.check(required, gpus)
+    yield ray.get_runtime_context().get_node_id(), requirements.check(required, gpus)
 
 
 def _nodes() -> dict[str, dict[str, float]]:

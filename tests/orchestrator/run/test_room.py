@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray._raylet import PythonFunctionDescriptor
+from ray.remote_function import RemoteFunction
 
 from jobs.schema.point import Machine
 from jobs.specs.load import parse_spec
 from orchestrator.errors import UserError
 from orchestrator.execute import local
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.execute.ray_cluster import RayExecutor, Share
+from orchestrator.execute.ray_cluster import RayExecutor, Share, _task
 from orchestrator.execute.requirements import MOST_A_CORE
 from orchestrator.settings import Settings
 
@@ -94,3 +96,10 @@ def test_a_job_that_holds_the_cores_of_its_points_is_refused() -> None:
     share.check_beside(nodes, "b", {"CPU": 1.0})
     with pytest.raises(UserError, match="entrypoint: this job itself holds 1 CPU, which its points need"):
         share.check_beside(nodes, "a", {"CPU": 1.0})
+
+
+def test_probes_and_points_of_all_runs_are_one_function_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their tasks wait in queues of their own, of which Ray may serve one alone while another run has points."""
+    monkeypatch.setattr(RemoteFunction, "options", lambda self, **_: self)
+    made = [_task(1, 0, None, retries=2), _task(1, 0, None)]
+    assert len({PythonFunctionDescriptor.from_function(each._function, each._uuid) for each in made}) == 1
