@@ -18,7 +18,7 @@ import pynvml
 from jobs.hardware import nvml
 from jobs.hardware.stats import summarize
 from jobs.schema import quantities
-from jobs.schema.point import Metric, Reading
+from jobs.schema.point import Metric, Samples
 from jobs.schema.quantities import Quantity
 
 _STOP_S = 10.0  # for the look that a sampling is at
@@ -116,7 +116,7 @@ class Telemetry:
         finally:
             self._paused = False
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[Samples]:
         """Means (memory: the highest) of each GPU since the last call; its rank is its place among the point's GPUs."""
         new = self.samples[bisect_right(self.samples, self._read, key=lambda sample: sample.number) :]
         found = []
@@ -127,7 +127,7 @@ class Telemetry:
                 for quantity in quantities.LIVE:
                     if known := _known(mine, quantity):
                         values[quantity] = max(known) if quantity is quantities.GPU_MEMORY_USED else fmean(known)
-                found.append(Reading(rank, mine[-1].number, time.time(), values))
+                found.append(_of_now(rank, mine[-1].number, values))
         return found
 
     def _run(self) -> None:
@@ -221,6 +221,11 @@ def _text(samples: Sequence[Sample], problem: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _of_now(rank: int, number: int, values: Mapping[Quantity, float]) -> Samples:
+    units = {quantity.name: quantity.unit for quantity in values}
+    return Samples(rank, number, time.time(), {quantity.name: value for quantity, value in values.items()}, units)
+
+
 class ProcessUsage:
     """Usage of process trees between one reading and the next: of the point's, as rank 0, or of each of its ranks'.
 
@@ -237,7 +242,7 @@ class ProcessUsage:
         self._cores = max(1.0, self._cores // len(pids))
         self._before = {pid: (time.monotonic(), _usage(pid)[0]) for pid in pids}
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[Samples]:
         """Utilisation since the last reading, and the present resident memory, of each tree that is still there."""
         self._number += 1
         found = []
@@ -251,7 +256,7 @@ class ProcessUsage:
             self._before[pid] = clock, seconds
             share = 100 * max(0.0, seconds - before) / (clock - since) / self._cores
             values = {quantities.CPU_UTILIZATION: share, quantities.RESIDENT_MEMORY: resident / 2**20}
-            found.append(Reading(rank, self._number, time.time(), values))
+            found.append(_of_now(rank, self._number, values))
         return found
 
 

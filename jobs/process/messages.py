@@ -86,17 +86,6 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """One sample of each of several live series."""
-
-    rank: int
-    step: int
-    at: float  # seconds since 1970 UTC
-    values: Mapping[str, float]  # by name of the series
-    units: Mapping[str, str] = field(default_factory=dict)  # by the same names; a rank leaves them out
-
-
-@dataclass(frozen=True)
 class Warned:
     text: str  # what went wrong, and does not end the point
     rank: int = 0
@@ -178,7 +167,7 @@ class RankFailure:
 
 
 Command = Probe | MeasurePoint | Explain
-RankEvent = Beat | Samples | Warned | Note | RankProcess | RankFailure
+RankEvent = Beat | point.Samples | Warned | Note | RankProcess | RankFailure
 Event = RankEvent | Environment | RanksStarted | ProbedMachine | Measured | Failure | Explanation
 Message = Command | Event
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.process.messages import Beat, Note, RanksStarted, Samples, Warned
-from jobs.schema.point import NOWHERE, SHORT, Reporter, Surroundings
+from jobs.process.messages import Beat, Note, RanksStarted, Warned
+from jobs.schema.point import NOWHERE, SHORT, Reporter, Samples, Surroundings
 
 BEAT_INTERVAL_S = 0.2
 """Seconds within which further beats of one phase are not sent: pipe writes stay out of timing loops."""

@@ -121,13 +121,14 @@ class Conclusion:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Present values of quantities of one rank, read while a point runs."""
+class Samples:
+    """One sample of each of several live series of a rank."""
 
     rank: int
-    number: int  # higher in each later one
+    step: int  # higher in each later one
     at: float  # seconds since 1970 UTC
-    values: Mapping[Quantity, float]
+    values: Mapping[str, float]  # by name of the series
+    units: Mapping[str, str] = field(default_factory=dict)  # by the same names; a rank leaves them out
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from jobs.hardware import nvml
 from jobs.measure.check import WrongResult
 from jobs.process.memory_limit import gpu_share
 from jobs.process.messages import Beat as RankBeat
-from jobs.process.messages import Inbox, Message, Note, RankFailure, RankProcess, Samples, Warned
+from jobs.process.messages import Inbox, Message, Note, RankFailure, RankProcess, Warned
 from jobs.process.post_mortem import child_runs, describe_exit, oom_kills, tail
 from jobs.process.reporter import CHECKPOINT
-from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Rank, RanksEnded, Surroundings, reporter
+from jobs.schema.point import FAILURE_FILES, STARTING, WAITING, Beat, Rank, RanksEnded, Samples, Surroundings, reporter
 from jobs.training.case import TextCase
 from jobs.training.checkpoints.folder import CheckpointError, CheckpointFolder
 from jobs.training.data.corpus import DataError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
-from jobs.process.messages import Samples
 from jobs.process.reporter import CHECKPOINT, interval
+from jobs.schema.point import Samples
 from orchestrator.store.records import SeriesRecord
 
 LEAST_PIECE_S = 2.0
@@ -32,7 +32,7 @@ class LiveSeries:
         self._begun = self._passed_on = self._read = time.monotonic()
 
     def take(self, samples: Samples) -> None:
-        """Add samples of the measurement."""
+        """Add samples of the measurement, or of the meter."""
         for name, value in samples.values.items():
             self._samples[samples.rank, name, samples.units[name]].append((samples.step, samples.at, value))
 
@@ -62,9 +62,7 @@ class LiveSeries:
 
     def _read_meter(self) -> None:
         for reading in self._meter.readings():
-            for quantity, value in reading.values.items():
-                of_series = self._samples[reading.rank, quantity.name, quantity.unit]
-                of_series.append((reading.number, reading.at, value))
+            self.take(reading)
 
 
 @dataclass

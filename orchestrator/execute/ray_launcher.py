@@ -22,9 +22,9 @@ from typing import Any, ClassVar, TypeVar
 
 from jobs.hardware.telemetry import Sample, summarise_samples
 from jobs.process import post_mortem
-from jobs.process.messages import Cluster, Environment, MeasurePoint, Samples
+from jobs.process.messages import Cluster, Environment, MeasurePoint
 from jobs.process.reporter import interval
-from jobs.schema.point import Measurement, Rank, RanksEnded
+from jobs.schema.point import Measurement, Rank, RanksEnded, Samples
 from jobs.training.rank import PROCESS_GROUP, TIMEOUT
 from orchestrator.background import in_background
 from orchestrator.execute.ray_connection import in_brief
@@ -189,9 +189,7 @@ class NodeAgents:
             for answer in answered:
                 with contextlib.suppress(RayError):  # a node went away
                     for reading in ray.get(answer):
-                        values = {quantity.name: value for quantity, value in reading.values.items()}
-                        units = {quantity.name: quantity.unit for quantity in reading.values}
-                        self._send(Samples(reading.rank, self._number, reading.at, values, units))
+                        self._send(replace(reading, step=self._number))
         elif self._begun is not None and (clock := time.monotonic()) - self._asked >= interval(clock - self._begun):
             self._asked, self._number = clock, self._number + 1
             self._questions = [agent.readings.remote() for agent in self.actors.values()]

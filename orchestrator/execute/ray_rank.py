@@ -24,7 +24,7 @@ from jobs.hardware.telemetry import ProcessUsage, Sample, Telemetry, stop_all
 from jobs.process import post_mortem, temporary
 from jobs.process.memory_limit import memory_limit
 from jobs.process.messages import RankFailure
-from jobs.schema.point import Device, Rank, Reading
+from jobs.schema.point import Device, Rank, Samples
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.point import describe
 
@@ -87,7 +87,7 @@ class NodeAgent:
         for telemetry in self._gpus.values():
             telemetry.start()
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[Samples]:
         """Readings of each rank's GPU, or on a CPU of its processes, since the last call."""
         meters = {**self._gpus, **self._usage}
         return [replace(reading, rank=rank) for rank, meter in meters.items() for reading in meter.readings()]

@@ -33,11 +33,10 @@ from jobs.process.messages import (
     MeasurePoint,
     Note,
     RanksStarted,
-    Samples,
     Warned,
 )
 from jobs.process.reporter import BeatFilter
-from jobs.schema.point import FAILURE_FILES, Device, Point
+from jobs.schema.point import FAILURE_FILES, Device, Point, Samples
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
 from orchestrator.execute.artifacts import ArtifactCopies, Source, point_index

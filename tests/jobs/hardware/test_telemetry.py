@@ -111,9 +111,11 @@ def test_readings_are_what_happened_since_the_last_one_by_rank(driver: None, mon
     telemetry.stop()
     last = telemetry.readings()
     assert [reading.rank for reading in first] == [0, 1]
-    assert first[0].values == {GPU_UTILIZATION: 80, GPU_POWER: 200, GPU_SM_CLOCK: 1755, GPU_MEMORY_USED: 3 * 1024}
-    assert first[1].values[GPU_POWER] == 50
-    assert all(reading.number > first[0].number for reading in last)
+    expected = {GPU_UTILIZATION: 80, GPU_POWER: 200, GPU_SM_CLOCK: 1755, GPU_MEMORY_USED: 3 * 1024}
+    assert first[0].values == {quantity.name: value for quantity, value in expected.items()}
+    assert first[0].units == {quantity.name: quantity.unit for quantity in expected}
+    assert first[1].values[GPU_POWER.name] == 50
+    assert all(reading.step > first[0].step for reading in last)
     assert telemetry.readings() == []
 
 
@@ -161,13 +163,13 @@ def test_usage_of_a_process_tree_counts_its_children() -> None:
         usage, before = ProcessUsage([child.pid], cores=2), busy.cpu_times().user
         wait_for(lambda: busy.cpu_times().user > before + 0.5, 60)
         [whole] = usage.readings()
-        assert 0 < whole.values[CPU_UTILIZATION] < 55, "one of two cores, and a little of the parent"
-        assert 5 < whole.values[RESIDENT_MEMORY] < 500
+        assert 0 < whole.values[CPU_UTILIZATION.name] < 55, "one of two cores, and a little of the parent"
+        assert 5 < whole.values[RESIDENT_MEMORY.name] < 500
         usage.follow([child.pid, busy.pid])
         time.sleep(0.3)
         both, one = usage.readings()
-        assert [(r.rank, r.number) for r in (whole, both, one)] == [(0, 1), (0, 2), (1, 2)]
-        assert both.values[RESIDENT_MEMORY] > one.values[RESIDENT_MEMORY] > 0
+        assert [(r.rank, r.step) for r in (whole, both, one)] == [(0, 1), (0, 2), (1, 2)]
+        assert both.values[RESIDENT_MEMORY.name] > one.values[RESIDENT_MEMORY.name] > 0
     finally:
         for process in [*child.children(), child]:
             process.kill()

@@ -20,7 +20,7 @@ EXAMPLES: list[Message] = [
     messages.Explain(),
     messages.MeasurePoint("train", {}, "cuda", cluster=messages.Cluster(0.5, 1, "H100", "10.0.0.1:6379", {"a": ["b"]})),
     messages.Beat("timing – ü\n", 1, 2),
-    messages.Samples(1, 1 << 40, 1795435243.343, {"loss": 2.5}, {"loss": "nat/byte"}),
+    point.Samples(1, 1 << 40, 1795435243.343, {"loss": 2.5}, {"loss": "nat/byte"}),
     messages.RanksStarted((41, 43)),
     messages.ProbedMachine(point.Machine("cuda", "H100", 80 << 30, {"torch": "2.13"})),
     messages.Measured(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from jobs.process import reporter as reporting
-from jobs.process.messages import Beat, Samples
+from jobs.process.messages import Beat
 from jobs.process.reporter import BEAT_INTERVAL_S, ProcessReporter
+from jobs.schema.point import Samples
 
 UNITS = {"loss": "nat/byte", "speed": "tok/s"}
 

@@ -14,7 +14,7 @@ from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
 from jobs.process import child, messages
-from jobs.schema.point import WAITING, Metric, Reading
+from jobs.schema.point import WAITING, Metric, Samples
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
@@ -177,8 +177,9 @@ def test_telemetry_of_a_gpu_point_is_added(measure, monkeypatch) -> None:
         def stop(self) -> TelemetrySummary:
             return TelemetrySummary((Metric("gpu_utilization", "%", 50.0), Metric("time", "ms", 0.0)), "sampled\n")
 
-        def readings(self) -> list[Reading]:
-            return [Reading(rank, 7, 1e9, {GPU_UTILIZATION: 50.0 + rank}) for rank in range(2)]
+        def readings(self) -> list[Samples]:
+            name, unit = GPU_UTILIZATION.name, {GPU_UTILIZATION.name: GPU_UTILIZATION.unit}
+            return [Samples(rank, 7, 1e9, {name: 50.0 + rank}, unit) for rank in range(2)]
 
     monkeypatch.setattr(supervisor, "Telemetry", Fake)
     cuda = dataclasses.replace(PATIENT, device="cuda")
