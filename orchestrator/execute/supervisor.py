@@ -19,22 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
-from jobs.process import post_mortem
+from jobs.process import messages, post_mortem
 from jobs.process.child import POLL_S, Child, DeadlineWatch, Ended
-from jobs.process.messages import (
-    Beat,
-    Cluster,
-    Environment,
-    Explain,
-    Explanation,
-    Failure,
-    File,
-    Measured,
-    MeasurePoint,
-    Note,
-    RanksStarted,
-    Warned,
-)
 from jobs.process.reporter import BeatFilter
 from jobs.schema.point import FAILURE_FILES, Device, Point, Samples
 from jobs.schema.states import PointState
@@ -42,16 +28,7 @@ from jobs.specs.spec import Deadlines
 from orchestrator.execute.artifacts import ArtifactCopies, Source, point_index
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
-from orchestrator.store.records import (
-    ArtifactRecord,
-    EventRecord,
-    MetricData,
-    OutcomeRecord,
-    Progress,
-    SeriesRecord,
-    StartRecord,
-    now,
-)
+from orchestrator.store import records as rec
 
 EXPLAIN_S = post_mortem.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
@@ -77,9 +54,9 @@ class Assignment:
         """Fields of the records of this attempt."""
         return {"run_id": self.run_id, "point_id": self.point_id, "attempt": self.attempt}
 
-    def warning(self, message: str) -> EventRecord:
+    def warning(self, message: str) -> rec.EventRecord:
         """The record of something that does not end the point."""
-        return EventRecord(run_id=self.run_id, point_id=self.point_id, level="warning", message=message)
+        return rec.EventRecord(run_id=self.run_id, point_id=self.point_id, level="warning", message=message)
 
 
 @dataclass(frozen=True)
@@ -97,7 +74,8 @@ class Conditions:
     grace_s: float = 0.0  # that a point has to end by itself when the run is cancelled; 0: it is killed at once
 
 
-Update = StartRecord | Progress | tuple[SeriesRecord, ...] | OutcomeRecord | ArtifactRecord | EventRecord
+Pieces = tuple[rec.SeriesRecord, ...]
+Update = rec.StartRecord | rec.Progress | Pieces | rec.OutcomeRecord | rec.ArtifactRecord | rec.EventRecord
 
 
 @dataclass(frozen=True)
@@ -113,7 +91,7 @@ def supervise(
     conditions: Conditions,
     gpus: str | None = None,
     stopped: Callable[[], bool] = lambda: False,
-    cluster: Cluster | None = None,
+    cluster: messages.Cluster | None = None,
 ) -> Iterator[Update]:
     """Measure points one after the other in processes of their own and yield what happens.
 
@@ -128,9 +106,9 @@ def supervise(
         for assignment in assignments:
             if stopped():
                 return
-            yield StartRecord(**assignment.ids, node=socket.gethostname())
+            yield rec.StartRecord(**assignment.ids, node=socket.gethostname())
             if (problem := slot.gpus.misfit(conditions.card)) is not None:
-                yield OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=problem, started_at=now())
+                yield rec.OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=problem, started_at=rec.now())
                 continue
             if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
                 yield assignment.warning(obstacle)
@@ -147,18 +125,18 @@ def _measured(
     slot: _Slot,
     assignment: Assignment,
     conditions: Conditions,
-    cluster: Cluster | None,
+    cluster: messages.Cluster | None,
     stopped: Callable[[], bool],
     *,
     again: bool,
-) -> Generator[Update, None, OutcomeRecord | None]:
+) -> Generator[Update, None, rec.OutcomeRecord | None]:
     """Measure a point in the slot's process; returns its outcome, None if stopped before."""
     used = slot.process is not None and slot.process.alive()  # by other points
     try:
         child = slot.child(assignment.point)
     except OSError as err:
         reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
-        outcome = OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=reason, started_at=now())
+        outcome = rec.OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=reason, started_at=rec.now())
         yield outcome
         return outcome
     with ArtifactCopies(assignment.ids, conditions.store) as copies:
@@ -226,7 +204,7 @@ class _Attempt:
         assignment: Assignment,
         conditions: Conditions,
         gpus: Gpus,
-        cluster: Cluster | None,
+        cluster: messages.Cluster | None,
         copies: ArtifactCopies,
     ) -> None:
         self.files: list[Source] = []  # of its end, to be copied to the store
@@ -241,11 +219,11 @@ class _Attempt:
         self._filter = BeatFilter(_PROGRESS_INTERVAL_S)
         # Until the process describes itself: one that dies in its start names its card, too.
         self._environment: dict[str, Any] = {"host": socket.gethostname(), "gpu": gpus.cards[0]} if gpus.cards else {}
-        self._started_at = now()
+        self._started_at = rec.now()
         deadlines = conditions.deadlines
         self._watch = DeadlineWatch(child, deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s)
 
-    def follow(self, stopped: Callable[[], bool]) -> Generator[Update, None, OutcomeRecord | None]:
+    def follow(self, stopped: Callable[[], bool]) -> Generator[Update, None, rec.OutcomeRecord | None]:
         """Follow the point to its end. Returns None if stopped before: then the point has had its grace."""
         ended: Ended | None = None
         self._telemetry.start()
@@ -265,7 +243,7 @@ class _Attempt:
                 self._telemetry.stopping.set()  # its samples are not needed, and a wedged driver would hold it up
                 if self._conditions.grace_s and self._child.alive():  # it saves a last checkpoint, and reports it
                     os.kill(self._child.pid, signal.SIGTERM)
-                    self._await((Measured, Failure), self._conditions.grace_s)
+                    self._await((messages.Measured, messages.Failure), self._conditions.grace_s)
         assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
@@ -275,11 +253,11 @@ class _Attempt:
             self.files.insert(0, Source("telemetry.txt", sampled.text))
             if outcome.state is PointState.OK:
                 names = {metric.name for metric in outcome.metrics}
-                added = tuple(MetricData(**vars(metric)) for metric in sampled.metrics if metric.name not in names)
+                added = tuple(rec.MetricData(**vars(metric)) for metric in sampled.metrics if metric.name not in names)
                 outcome = outcome.model_copy(update={"metrics": outcome.metrics + added})
         return outcome
 
-    def _command(self) -> MeasurePoint:
+    def _command(self) -> messages.MeasurePoint:
         assignment, point, conditions = self._assignment, self._assignment.point, self._conditions
         checkpoints = cluster = None
         if conditions.store is not None:  # beside the folders of its attempts
@@ -288,7 +266,7 @@ class _Attempt:
         if self._cluster is not None:
             variables = process_variables(max(1, int(self._cluster.cpus)), None)
             cluster = replace(self._cluster, card=conditions.card, env_vars={**variables, **point.env})
-        return MeasurePoint(
+        return messages.MeasurePoint(
             kind=point.kind,
             config=dict(point.config),
             device=conditions.device,
@@ -301,47 +279,47 @@ class _Attempt:
 
     def _take(self, event: object) -> Iterator[Update]:
         match event:
-            case Beat(phase, done, total):
+            case messages.Beat(phase, done, total):
                 done, total, rate = self._pace.note(phase, done, total)
                 if self._filter.passes(phase):
                     of = self._assignment
-                    yield Progress(of.run_id, of.point_id, now(), phase, done, total, rate)
+                    yield rec.Progress(of.run_id, of.point_id, rec.now(), phase, done, total, rate)
             case Samples():
                 self._live.take(event)
-            case RanksStarted(pids):
+            case messages.RanksStarted(pids):
                 self._live.follow(pids)
-            case Note(name, text):
+            case messages.Note(name, text):
                 self._copies.add([Source(name, text)])
-            case Environment(environment):
+            case messages.Environment(environment):
                 self._environment = dict(environment)
-            case Warned(text):
+            case messages.Warned(text):
                 yield self._assignment.warning(text)
 
-    def _end(self, ended: Ended) -> OutcomeRecord:
+    def _end(self, ended: Ended) -> rec.OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
-        files: list[File | Source] = [*ended.files]
+        files: list[messages.File | Source] = [*ended.files]
         if ended.state in (PointState.HANG, PointState.TIMEOUT):
             files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
             if self._cluster is not None:  # its process explains ranks on other nodes
-                self._child.send(Explain())
-                answer = self._await((Explanation,), EXPLAIN_S)
-                files += answer.files if isinstance(answer, Explanation) else ()
+                self._child.send(messages.Explain())
+                answer = self._await((messages.Explanation,), EXPLAIN_S)
+                files += answer.files if isinstance(answer, messages.Explanation) else ()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")
             files += [Source(path.name, path) for path in sorted(written)]
             if self._child.kill() is None:
                 reason = f"{reason}; the process is stuck in the kernel and did not die of SIGKILL"
-        elif isinstance(ended.result, Measured):
+        elif isinstance(ended.result, messages.Measured):
             measurement = ended.result.measurement
             self._environment |= measurement.environment
-            metrics = tuple(MetricData(**vars(metric)) for metric in measurement.metrics)
+            metrics = tuple(rec.MetricData(**vars(metric)) for metric in measurement.metrics)
             results = {"metrics": metrics, "route": dict(measurement.route)}
         for file in (*self._child.new_output(), *files):
-            if isinstance(file, File):
+            if isinstance(file, messages.File):
                 file = Source(file.name, Path(file.path), file.start, file.stop, file.problem)
             self.files.append(file)
         measured = {"environment": self._environment, "started_at": self._started_at, **results}
-        return OutcomeRecord(**self._assignment.ids, state=ended.state, reason=reason, **measured)
+        return rec.OutcomeRecord(**self._assignment.ids, state=ended.state, reason=reason, **measured)
 
     def _await(self, types: tuple[type, ...], seconds: float) -> object:
         """The next message of the child of one of these types; None if it ends or is silent for so long."""

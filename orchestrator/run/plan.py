@@ -24,17 +24,8 @@ from orchestrator.execute.supervisor import Assignment
 from orchestrator.provenance import GitState
 from orchestrator.settings import Settings
 from orchestrator.store import Store, journal, queries
+from orchestrator.store import records as rec
 from orchestrator.store.models import Point as PlannedPoint
-from orchestrator.store.records import (
-    EventRecord,
-    MetricData,
-    OutcomeRecord,
-    PointRecord,
-    Record,
-    RunRecord,
-    StartRecord,
-    now,
-)
 from orchestrator.store.store import end_attempt, plan_attempt, start_attempt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -50,10 +41,10 @@ class Plan:
     """
 
     def __init__(
-        self, run: RunRecord, machines: Mapping[str | None, Machine], further: Further, old: History, *, again: bool
+        self, run: rec.RunRecord, machines: Mapping[str | None, Machine], further: Further, old: History, *, again: bool
     ) -> None:
         self.run = run
-        self.records: list[Record] = [run]  # to be journalled at the beginning
+        self.records: list[rec.Record] = [run]  # to be journalled at the beginning
         self.assignments: list[Assignment] = []
         self.settled: Counter[PointState] = Counter()  # number of points that need no measuring
         self.labels: dict[str, str] = {}  # point id -> label, of all points
@@ -82,10 +73,10 @@ class Plan:
             self._further = lambda ended: ()
             problem = f"its next_points failed, and no further points are measured: {type(err).__name__}: {err}"
             message = f"kind: {self.run.kind!r}: {problem}; mend it, then continue with --resume {self.run.run_id}"
-            self.records.append(EventRecord(run_id=self.run.run_id, level="error", message=message))
+            self.records.append(rec.EventRecord(run_id=self.run.run_id, level="error", message=message))
             return ()
 
-    def after(self, point: Point, outcome: OutcomeRecord) -> tuple[list[Record], list[Assignment]]:
+    def after(self, point: Point, outcome: rec.OutcomeRecord) -> tuple[list[rec.Record], list[Assignment]]:
         """Records and assignments of the points that follow from a point's end."""
         metrics = {metric.name: metric.value for metric in outcome.metrics}
         self._ended.append(EndedPoint(point, outcome.state, outcome.reason, metrics))
@@ -115,12 +106,12 @@ class Plan:
                 self._settle(point, counting.state, counting.reason, self._old.metrics.get(point_id, {}))
                 if not newest.state.ended:  # planned for other sources or another machine
                     reason = "not needed: the point has an outcome with the sources and the machine as they are"
-                    self.records.append(OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
+                    self.records.append(rec.OutcomeRecord(**ended, state=PointState.CANCELLED, reason=reason))
                 return
             self._changed += newest is counting or newest.key != key  # else reported before
         if newest.state is PointState.RUNNING:
             reason = "the run's driver ended before this attempt did"
-            self.records.append(OutcomeRecord(**ended, state=PointState.LOST, reason=reason))
+            self.records.append(rec.OutcomeRecord(**ended, state=PointState.LOST, reason=reason))
         self._begin(point_id, point, key, attempt=newest.number + (newest.state is not PointState.PENDING))
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
@@ -134,7 +125,7 @@ class Plan:
         ids: dict[str, Any] = {"run_id": self.run.run_id, "point_id": point_id}
         state = PointState.PENDING if point.skip_reason is None else PointState.SKIPPED
         self.records.append(
-            PointRecord(
+            rec.PointRecord(
                 **ids,
                 index=int(point_id.rpartition("/")[2]),
                 attempt=attempt - 1,
@@ -152,14 +143,14 @@ class Plan:
         if state is PointState.SKIPPED:
             self._settle(point, state, point.skip_reason, {})
         elif (conclusion := point.conclusion) is not None:
-            metrics = tuple(MetricData(**asdict(metric)) for metric in conclusion.metrics)
+            metrics = tuple(rec.MetricData(**asdict(metric)) for metric in conclusion.metrics)
             machine = self._machines[point.python]  # whose figures it concludes from: rules ask for the card
             card = {"gpu": {"name": machine.name}} if machine.device == "cuda" else {}
             self.records.append(
-                OutcomeRecord(**ids, attempt=attempt, state=PointState.OK, metrics=metrics, environment=card)
+                rec.OutcomeRecord(**ids, attempt=attempt, state=PointState.OK, metrics=metrics, environment=card)
             )
             if conclusion.warning:
-                self.records.append(EventRecord(**ids, level="warning", message=conclusion.warning))
+                self.records.append(rec.EventRecord(**ids, level="warning", message=conclusion.warning))
             self._settle(point, PointState.OK, None, {metric.name: metric.value for metric in metrics})
         else:
             self.assignments.append(Assignment(self.run.run_id, point_id, attempt, point, key))
@@ -173,20 +164,20 @@ class Plan:
             if run.code_hash != old.code_hash:
                 reason = "the sources of nsa_core, jobs or the kind's package changed, if only a comment (code_hash "
                 reason += f"{old.code_hash} is now {run.code_hash})"
-            self.records.append(EventRecord(run_id=run.run_id, message=f"{points} measured again: {reason}"))
+            self.records.append(rec.EventRecord(run_id=run.run_id, message=f"{points} measured again: {reason}"))
         if self.assignments and old.artifact_store not in (None, run.artifact_store):
             message = (
                 f"NSA_ARTIFACT_STORE: {run.artifact_store}: was {old.artifact_store}; checkpoints that are only there "
                 "are not gone on from, and its files not shown; set it as it was, unless they were moved"
             )
-            self.records.append(EventRecord(run_id=run.run_id, level="warning", message=message))
+            self.records.append(rec.EventRecord(run_id=run.run_id, level="warning", message=message))
 
 
 @dataclass
 class History:
     """A run's latest state in its records: those of its journal, or of the database, by whose rules they add up."""
 
-    run: RunRecord
+    run: rec.RunRecord
     points: dict[str, PlannedPoint] = field(default_factory=dict)  # with their attempts, by id
     metrics: dict[str, Mapping[str, float]] = field(default_factory=dict)  # of the outcomes that count, by point id
 
@@ -212,12 +203,12 @@ def points_of(
 
 def new_run_id(name: str) -> str:
     """A new run id; ids sort by time: 20260131-235959-<name>-<4 hex digits>."""
-    return f"{now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
+    return f"{rec.now():%Y%m%d-%H%M%S}-{name}-{secrets.token_hex(2)}"
 
 
-def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitState, **more: Any) -> RunRecord:
+def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitState, **more: Any) -> rec.RunRecord:
     """The record of a run that begins here and now, with `more` fields."""
-    return RunRecord(
+    return rec.RunRecord(
         run_id=run_id,
         name=name,
         kind=kind,
@@ -234,7 +225,7 @@ def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitSt
 
 
 def make_plan(
-    run: RunRecord,
+    run: rec.RunRecord,
     points: Sequence[Point],
     machines: Mapping[str | None, Machine],
     further: Further = lambda ended: (),
@@ -259,20 +250,20 @@ def make_plan(
     return plan
 
 
-def history(records: Iterable[Record]) -> History | None:
+def history(records: Iterable[rec.Record]) -> History | None:
     """The history that a run's records, in order, add up to; None if the first is not a RunRecord."""
     begun, *rest = [*records] or [None]
-    if not isinstance(begun, RunRecord):
+    if not isinstance(begun, rec.RunRecord):
         return None
     found = History(begun)
     for record in rest:
-        if isinstance(record, RunRecord):
+        if isinstance(record, rec.RunRecord):
             found.run = record
-        elif isinstance(record, PointRecord):
+        elif isinstance(record, rec.PointRecord):
             plan_attempt(found.points.setdefault(record.point_id, PlannedPoint(id=record.point_id)), record, None)
-        elif isinstance(record, StartRecord | OutcomeRecord) and (point := found.points.get(record.point_id)):
+        elif isinstance(record, rec.StartRecord | rec.OutcomeRecord) and (point := found.points.get(record.point_id)):
             # Else the line of its plan is lost; the database may have it.
-            if isinstance(record, StartRecord):
+            if isinstance(record, rec.StartRecord):
                 start_attempt(point, record)
             elif end_attempt(point, record) and point.attempt == record.attempt:
                 found.metrics[record.point_id] = {metric.name: metric.value for metric in record.metrics}
@@ -284,7 +275,7 @@ def fails(point: Point, state: PointState) -> bool:
     return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
 
 
-def begun(run_id: str, artifacts: Path) -> RunRecord:
+def begun(run_id: str, artifacts: Path) -> rec.RunRecord:
     """The latest beginning of a run, from its journal in a folder of runs.
 
     Raises UserError: it has no journal there, or was not measured here; JournalError: the journal is damaged.

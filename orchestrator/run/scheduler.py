@@ -15,16 +15,8 @@ from orchestrator.errors import ExecutorGone
 from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
 from orchestrator.run.plan import Plan, fails
 from orchestrator.run.progress import Watcher
+from orchestrator.store import records as rec
 from orchestrator.store.journal import Recorder
-from orchestrator.store.records import (
-    ArtifactRecord,
-    EventRecord,
-    OutcomeRecord,
-    Progress,
-    Record,
-    RunEndRecord,
-    StartRecord,
-)
 
 if TYPE_CHECKING:
     from orchestrator.execute.local import LocalExecutor
@@ -73,7 +65,7 @@ class Scheduler:
                 self._hand_out()
             for batch, update in self._executor.poll(_POLL_S):
                 # A signal to the driver may have hit its children, too: a point that fails then is cancelled.
-                if not stopped() or (isinstance(update, OutcomeRecord) and update.state is PointState.OK):
+                if not stopped() or (isinstance(update, rec.OutcomeRecord) and update.state is PointState.OK):
                     self._take(batch, update)
             self._recorder.look()
         self._check_visible()
@@ -90,9 +82,9 @@ class Scheduler:
         self._executor.submit(self._handed_out, taken, self._conditions)
 
     def _take(self, batch: int, update: Update | BatchEnded) -> None:
-        if isinstance(update, OutcomeRecord):
+        if isinstance(update, rec.OutcomeRecord):
             self._settle(self._batches[batch].pop(update.point_id), update)
-        elif isinstance(update, Progress):
+        elif isinstance(update, rec.Progress):
             self._recorder.progress(update)
             self._watcher.progress(update)
         elif not isinstance(update, BatchEnded):
@@ -100,21 +92,21 @@ class Scheduler:
         elif left := [*self._batches.pop(batch).values()]:  # the first was running, the others had not begun
             self._queue.extendleft(reversed(left[1:]))
             state, reason = update.state or PointState.LOST, update.reason or "its supervisor ended without an outcome"
-            self._settle(left[0], OutcomeRecord(**left[0].ids, state=state, reason=reason))
+            self._settle(left[0], rec.OutcomeRecord(**left[0].ids, state=state, reason=reason))
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _write(self, records: Sequence[rec.Record]) -> None:
         """Journal records, then show what they report."""
         self._recorder.write(records)
         for record in records:
             match record:
-                case StartRecord():
+                case rec.StartRecord():
                     self._nodes[record.point_id] = record.node
                     self._watcher.started(record)
-                case OutcomeRecord(final=True):
+                case rec.OutcomeRecord(final=True):
                     self._watcher.ended(record)
-                case ArtifactRecord():
+                case rec.ArtifactRecord():
                     self._files.setdefault(self._nodes.get(record.point_id) or "another node", record.artifact.path)
-                case EventRecord():
+                case rec.EventRecord():
                     self._watcher.noted(record)
 
     def _check_visible(self) -> None:
@@ -124,10 +116,10 @@ class Scheduler:
             if not os.path.exists(f"{store.removeprefix('file://')}/{path}"):
                 fix = "name a store that all nodes reach (NSA_ARTIFACT_STORE)"
                 message = f"artifacts of node {node} are not visible here: {fix}"
-                self._write([EventRecord(run_id=self._plan.run.run_id, level="warning", message=message)])
+                self._write([rec.EventRecord(run_id=self._plan.run.run_id, level="warning", message=message)])
                 return
 
-    def _settle(self, assignment: Assignment, outcome: OutcomeRecord) -> None:
+    def _settle(self, assignment: Assignment, outcome: rec.OutcomeRecord) -> None:
         """Take an attempt's end for the point's end, or hand the point out again."""
         point_id, state = outcome.point_id, outcome.state
         if self._repeated[point_id, state] < self._again.get(state, 0):
@@ -157,8 +149,8 @@ class Scheduler:
     def end(self, run: RunState, point: PointState, reason: str | None) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
         left = [a for batch in self._batches.values() for a in batch.values()] + list(self._queue)
-        outcomes = [OutcomeRecord(**a.ids, state=point, reason=reason) for a in left]
+        outcomes = [rec.OutcomeRecord(**a.ids, state=point, reason=reason) for a in left]
         ids = {"run_id": self._plan.run.run_id, "resumed": self._plan.run.resumed}
-        self._recorder.write([*outcomes, RunEndRecord(**ids, state=run, reason=reason)])
+        self._recorder.write([*outcomes, rec.RunEndRecord(**ids, state=run, reason=reason)])
         self.states.update([point] * len(left))
         return len(left)

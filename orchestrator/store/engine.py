@@ -10,21 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from sqlalchemy import (
-    URL,
-    Connection,
-    Engine,
-    String,
-    column,
-    create_engine,
-    event,
-    exc,
-    inspect,
-    make_url,
-    select,
-    table,
-    text,
-)
+import sqlalchemy as sa
+from sqlalchemy import event, exc
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -59,11 +46,11 @@ _NO_TABLE = ("42P01", "42703", "3F000")  # Postgres: undefined_table, undefined_
 MIGRATIONS = Path(__file__).parent / "migrations"
 REVISIONS = sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("*.py"))
 """Revisions of this version, oldest first: the numbers that the migrations' names begin with."""
-_VERSION = table("alembic_version", column("version_num", String))
+_VERSION = sa.table("alembic_version", sa.column("version_num", sa.String))
 _LOCK = 7_263_001  # arbitrary advisory lock key: serializes migrations of one Postgres database
 
 
-def parse(url: str) -> URL:
+def parse(url: str) -> sa.URL:
     """The URL, validated, its driver named. Needs no database driver. Raises StoreError."""
     mistake = f"{SETTING}: {hide_password(url)!r}:"
     scheme, _, rest = url.partition("://")
@@ -74,11 +61,11 @@ def parse(url: str) -> URL:
             raise StoreError(f"{mistake} a file takes no options; leave out '?', or write %3F in a path")
         if "\0" in (path := str(sqlite_path(url))):  # SQLAlchemy decodes %3F in it since 2.1 only
             raise StoreError(f"{mistake} holds a NUL character, which no path may; remove it")
-        return URL.create("sqlite", database=path)
+        return sa.URL.create("sqlite", database=path)
     if scheme.lower() not in ("postgresql", "postgresql+psycopg"):
         raise StoreError(f"{mistake} unknown kind of database; use {_FORMS}")
     try:
-        parsed = make_url(f"postgresql+psycopg://{rest}")
+        parsed = sa.make_url(f"postgresql+psycopg://{rest}")
     except (exc.ArgumentError, ValueError):  # its text may hold a part of the password
         raise StoreError(f"{mistake} its host or port cannot be read; use {_FORMS}") from None
     if "@" in (parsed.host or ""):
@@ -88,18 +75,20 @@ def parse(url: str) -> URL:
     return parsed
 
 
-def shown(url: URL) -> str:
+def shown(url: sa.URL) -> str:
     """The URL without its password, for messages."""
     return hide_password(url.render_as_string(hide_password=True))
 
 
-def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> Engine:
+def make_engine(url: sa.URL, *, readonly: bool = False, create: bool = False) -> sa.Engine:
     """An engine for `url`, not connected yet; `create`: it makes a SQLite file that is not there."""
     if url.get_backend_name() == "sqlite":
         return _sqlite(url, readonly, create)
     options = {"postgresql_readonly": True} if readonly else {}
     try:
-        engine = create_engine(url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5)
+        engine = sa.create_engine(
+            url, pool_pre_ping=True, execution_options=options, connect_args=_POSTGRES, pool_size=5
+        )
     except exc.ArgumentError as err:  # of options that do not fit together
         raise StoreError(f"{SETTING}: {shown(url)!r}: {hide_password(in_a_line(err))}; correct the URL") from None
 
@@ -113,7 +102,7 @@ def make_engine(url: URL, *, readonly: bool = False, create: bool = False) -> En
     return engine
 
 
-def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
+def _sqlite(url: sa.URL, readonly: bool, create: bool) -> sa.Engine:
     path = Path(url.database or "").absolute()
     mode = "ro" if readonly else "rwc" if create else "rw"
     if readonly and not (os.access(path.parent, os.W_OK) or os.path.exists(f"{path}-wal")):
@@ -133,7 +122,7 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
             connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose commits; the journal keeps them
         return connection
 
-    engine = create_engine(url, creator=connect)
+    engine = sa.create_engine(url, creator=connect)
 
     @event.listens_for(engine, "connect")
     def note(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
@@ -145,7 +134,7 @@ def _sqlite(url: URL, readonly: bool, create: bool) -> Engine:
             raise exc.DisconnectionError
 
     @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
+    def begin(connection: sa.Connection) -> None:
         # A writer takes its lock at once: upgrading a read lock later fails without waiting for the other writer.
         writes = connection.get_execution_options().get("writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -163,7 +152,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def errors(url: URL) -> Iterator[None]:
+def errors(url: sa.URL) -> Iterator[None]:
     """Raise database errors as one-line StoreErrors without passwords; transient ones as StoreUnavailable."""
     name = f"{SETTING}: {shown(url)!r}"
     try:
@@ -215,7 +204,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
                     return head, head  # without waiting for a current writer's lock
             with engine.connect().execution_options(writes=True) as connection, connection.begin():
                 if connection.dialect.name == "postgresql":
-                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
                 before = _revision(connection)
                 if before != head:
                     from alembic import command  # takes long to import, and most databases are current
@@ -238,7 +227,7 @@ def upgrade(url: str) -> tuple[str | None, str]:
         engine.dispose()
 
 
-def check_schema(connection: Connection) -> None:
+def check_schema(connection: sa.Connection) -> None:
     """Raise StoreError unless the schema has the newest revision."""
     revision = _revision(connection)
     if revision != REVISIONS[-1]:
@@ -246,12 +235,12 @@ def check_schema(connection: Connection) -> None:
         raise StoreError(f"{SETTING}: {shown(connection.engine.url)!r}: {problem}; run `nsa db upgrade`")
 
 
-def _revision(connection: Connection) -> str | None:
+def _revision(connection: sa.Connection) -> str | None:
     """The database's revision; None without any. Raises StoreError if it is another application's, or this version
     does not know it. Read without Alembic, whose import takes long."""
-    name, found = shown(connection.engine.url), inspect(connection)
+    name, found = shown(connection.engine.url), sa.inspect(connection)
     tables = sorted({*found.get_table_names()} - {_VERSION.name})
-    stored = select(_VERSION.c.version_num)
+    stored = sa.select(_VERSION.c.version_num)
     heads = list(connection.scalars(stored)) if found.has_table(_VERSION.name) else []
     alone = connection.dialect.name == "sqlite"  # a server's database may well be shared
     if alone and (len(heads) > 1 or (tables and not heads)):

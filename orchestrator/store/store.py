@@ -30,22 +30,9 @@ from jobs.schema.quantities import FEWEST_SAMPLES
 from jobs.schema.states import PointState, RunState
 from jobs.specs.user_files import is_missing
 from orchestrator.database_url import SETTING, RunMissingError, StoreError
+from orchestrator.store import records as rec
 from orchestrator.store.engine import TIMEOUT_S, check_schema, errors, make_engine, parse, shown, upgrade
 from orchestrator.store.models import Artifact, Attempt, Base, DeclaredQuantity, Environment, Event, Point, Run
-from orchestrator.store.records import (
-    ArtifactRecord,
-    EventRecord,
-    LabelRecord,
-    OutcomeRecord,
-    PointRecord,
-    Progress,
-    Record,
-    RunEndRecord,
-    RunRecord,
-    SeriesRecord,
-    StartRecord,
-    without_nul,
-)
 
 LEASE_S = 60
 """Seconds that a lease on a run lasts."""
@@ -140,24 +127,24 @@ class Store(AbstractContextManager["Store"]):
             ended = update(Run).where(Run.id == run_id, own).values(lease_owner=None, lease_expires_at=None)
             session.execute(ended)
 
-    def apply_many(self, records: Iterable[Record]) -> None:
+    def apply_many(self, records: Iterable[rec.Record]) -> None:
         """Store journal records in one transaction: all of them or none. Raises StoreError, StoreUnavailable."""
         with self.session(writes=True) as session:
             apply(session, records)
 
-    def beat(self, sign: Progress) -> None:
+    def beat(self, sign: rec.Progress) -> None:
         """Store the progress of a running point, ignored in another state. Raises StoreError, StoreUnavailable."""
         of_run = select(Point.id).where(Point.id == sign.point_id, Point.run_id == sign.run_id)
         running = update(Attempt).where(Attempt.point_id.in_(of_run), Attempt.state == PointState.RUNNING)
         progress = {name: getattr(sign, name) for name in ("done", "total", "rate")}
         with self.session(writes=True) as session:
-            session.execute(running.values(heartbeat_at=sign.at, phase=without_nul(sign.phase), **progress))
+            session.execute(running.values(heartbeat_at=sign.at, phase=rec.without_nul(sign.phase), **progress))
 
     def __exit__(self, *_: object) -> None:
         self.engine.dispose()
 
 
-def apply(session: Session, records: Iterable[Record]) -> None:
+def apply(session: Session, records: Iterable[rec.Record]) -> None:
     """Write records in their order; points are read, and rows of many written, for 500 at a time.
 
     Raises StoreError if a record is inconsistent or its point unknown, RunMissingError if its run is.
@@ -170,53 +157,53 @@ def apply(session: Session, records: Iterable[Record]) -> None:
         ids = {getattr(record, "point_id", None) for record in batch} - {None}
         stored = session.scalars(select(Point).where(Point.id.in_(ids)))
         points: dict[str | None, Any] = {point.id: point for point in stored}
-        contents = [record.environment for record in batch if isinstance(record, OutcomeRecord) and record.environment]
-        environments = {_digest(content): content for content in contents}
+        ended = [record for record in batch if isinstance(record, rec.OutcomeRecord)]
+        environments = {_digest(each.environment): each.environment for each in ended if each.environment}
         rows = []
         for key, content in environments.items():
             gpu = content.get("gpu")
             name = gpu.get("name") if isinstance(gpu, dict) else gpu
-            rows.append({"id": key, "gpu": None if name is None else without_nul(str(name)), "content": content})
+            rows.append({"id": key, "gpu": None if name is None else rec.without_nul(str(name)), "content": content})
         _insert_new(session, Environment, rows)
         metrics, files, events, series = [], [], [], []
         for record in batch:
             point_id = getattr(record, "point_id", None)
             run, point = runs[record.run_id], points.get(point_id)
             whole = "import the whole journal with `nsa import`"
-            if not run and not isinstance(record, RunRecord):
+            if not run and not isinstance(record, rec.RunRecord):
                 raise RunMissingError(f"run: {record.run_id!r} is not in the database; {whole}")
-            if not point and point_id and not isinstance(record, PointRecord):
+            if not point and point_id and not isinstance(record, rec.PointRecord):
                 raise StoreError(f"point: {point_id!r} is not in the database; {whole}")
             if point and point.run_id != record.run_id:
                 of = f"the point {point_id!r} is of the run {point.run_id!r}"
                 raise StoreError(f"run_id: {record.run_id!r}: {of}; nothing is stored")
             match record:
-                case RunRecord():
+                case rec.RunRecord():
                     runs[record.run_id] = _begin(session, run, record)
-                case RunEndRecord() if _moves(run, record):
+                case rec.RunEndRecord() if _moves(run, record):
                     run.state, run.reason, run.resumed = record.state, record.reason, record.resumed
                     run.state_at = run.ended_at = record.at
-                case LabelRecord() if run.labelled_at is None or record.at > run.labelled_at:
+                case rec.LabelRecord() if run.labelled_at is None or record.at > run.labelled_at:
                     run.tags, run.notes, run.labelled_at = " ".join(sorted({*record.tags})), record.notes, record.at
-                case PointRecord():
+                case rec.PointRecord():
                     if not point:
                         point = points[point_id] = Point(id=point_id, run_id=run.id)
                         session.add(point)
                     plan_attempt(point, record, run.git_commit)
-                case StartRecord():
+                case rec.StartRecord():
                     start_attempt(points[point_id], record)
-                case OutcomeRecord() if end_attempt(points[point_id], record):
+                case rec.OutcomeRecord() if end_attempt(points[point_id], record):
                     for metric in record.metrics:
                         # Journals of 0.1.0 have intervals of any three samples; those of a slope have no samples.
                         few = 0 < len(metric.samples) < FEWEST_SAMPLES
                         row = metric.model_dump() | ({"ci_low": None, "ci_high": None} if few else {})
                         row |= {"point_id": point_id, "attempt": record.attempt, "samples": list(metric.samples)}
                         metrics.append(row)
-                case ArtifactRecord():
+                case rec.ArtifactRecord():
                     files.append(record.artifact.model_dump() | {"point_id": point_id, "attempt": record.attempt})
-                case SeriesRecord():
+                case rec.SeriesRecord():
                     series.append(record)
-                case EventRecord():
+                case rec.EventRecord():
                     names = ("run_id", "point_id", "at", "level", "message")
                     row = {name: getattr(record, name) for name in names}
                     events.append(row | {"id": _digest(record.model_dump(mode="json"))})
@@ -230,7 +217,7 @@ def apply(session: Session, records: Iterable[Record]) -> None:
         _store_samples(session, series)
 
 
-def _begin(session: Session, run: Run | None, record: RunRecord) -> Run:
+def _begin(session: Session, run: Run | None, record: rec.RunRecord) -> Run:
     """Store the beginning of a run, or a later one."""
     if run is None:
         run = Run(id=record.run_id, created_at=record.at)
@@ -251,13 +238,13 @@ def _begin(session: Session, run: Run | None, record: RunRecord) -> Run:
     return run
 
 
-def _moves(run: Run, record: RunRecord | RunEndRecord) -> bool:
+def _moves(run: Run, record: rec.RunRecord | rec.RunEndRecord) -> bool:
     """Whether a record's state of a run is later than the row's: by resumption, then stage, and only then time."""
     later, stage = record.state, {RunState.PENDING: 0, RunState.RUNNING: 1}
     return (record.resumed, stage.get(later, 2), record.at) > (run.resumed, stage.get(run.state, 2), run.state_at)
 
 
-def plan_attempt(point: Point, record: PointRecord, commit: str | None) -> None:
+def plan_attempt(point: Point, record: rec.PointRecord, commit: str | None) -> None:
     """Plan an attempt at a point: a new one, or anew by a later resumption while it has not begun."""
     number = record.attempt + 1
     attempt = point.attempts.get(number)
@@ -275,7 +262,7 @@ def plan_attempt(point: Point, record: PointRecord, commit: str | None) -> None:
     _choose_attempt(point)
 
 
-def _set_axes(point: Point, record: PointRecord) -> None:
+def _set_axes(point: Point, record: rec.PointRecord) -> None:
     """Set the point's axes. A length or batch of 0 is refused: the views divide by the batch, and fits take logs."""
     more = dict(record.axes)
     try:
@@ -289,7 +276,7 @@ def _set_axes(point: Point, record: PointRecord) -> None:
     point.more_axes = more
 
 
-def start_attempt(point: Point, record: StartRecord) -> None:
+def start_attempt(point: Point, record: rec.StartRecord) -> None:
     """Start an attempt at a point, if it waits for that."""
     attempt = _attempt(point, record.attempt)
     if attempt.state is PointState.PENDING:
@@ -298,7 +285,7 @@ def start_attempt(point: Point, record: StartRecord) -> None:
         _choose_attempt(point)
 
 
-def end_attempt(point: Point, record: OutcomeRecord) -> bool:
+def end_attempt(point: Point, record: rec.OutcomeRecord) -> bool:
     """End an attempt at a point. Returns whether it had not ended before."""
     attempt = _attempt(point, record.attempt)
     if attempt.state not in _UNENDED:
@@ -327,7 +314,7 @@ def _choose_attempt(point: Point) -> None:
     point.attempt = max(settled or point.attempts)
 
 
-def _store_samples(session: Session, records: Sequence[SeriesRecord]) -> None:
+def _store_samples(session: Session, records: Sequence[rec.SeriesRecord]) -> None:
     """Store samples; of one step the latest, as a training that goes on from a checkpoint does steps again."""
     new = (insertion := _dialect(session).insert(_SERIES)).excluded
     upsert = insertion.on_conflict_do_update(
