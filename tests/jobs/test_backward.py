@@ -134,20 +134,17 @@ def test_the_first_layer_that_breaks_is_named(
     assert all(not layer._forward_hooks and not layer._forward_pre_hooks for layer in layers)
 
 
-def test_a_hang_in_a_layer_is_explained_and_the_next_point_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_in_a_layer_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang leaves its layer, stacks of all threads, memory by layer, environment, nvidia-smi."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "nvidia-smi").write_text("#!/bin/sh\necho no process runs\n")
     (tools / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
-    points = _points({"branches": ["win", "cmp"]}, drill={"hang_in_layer": 2, "from_length": 64})
-    points[1] = _points({"branches": ["cmp"]})[0]
-    conditions = Conditions("cpu", Deadlines(startup_s=120, heartbeat_s=10, point_s=120), warm=True)
-    hung, fine = [u for u in supervised(points, conditions, tmp_path / "store") if isinstance(u, Ended)]
-    assert (hung.outcome.state, fine.outcome.state) == (PointState.HANG, PointState.OK)
+    points = _points({"branches": ["win"]}, drill={"hang_in_layer": 2, "from_length": 64})
+    conditions = Conditions("cpu", Deadlines(startup_s=120, heartbeat_s=10, point_s=120))
+    [hung] = [u for u in supervised(points, conditions, tmp_path / "store") if isinstance(u, Ended)]
+    assert hung.outcome.state is PointState.HANG
     assert hung.outcome.reason == "no progress for 10 s (last in phase 'backward of layer 2')"
     assert not hung.outcome.metrics
     assert hung.outcome.environment["threads"]

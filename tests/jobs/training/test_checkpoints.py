@@ -167,6 +167,7 @@ def test_ranks_go_on_bit_by_bit_under_replicate_from_a_checkpoint_of_ddp(
     assert len(_losses(resumed)) == 60
     assert by_name(resumed)["heldout_loss"].value == by_name(whole)["heldout_loss"].value
     assert by_name(resumed)["rank_compute_time"].value > 0
+    assert resumed.environment["training"]["launcher"] == "elastic", "as without a launcher"
     expected = _weights(tmp_path / "whole")
     assert all(torch.equal(weight, expected[name]) for name, weight in _weights(tmp_path / "parts").items())
 

@@ -30,18 +30,15 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def test_pages_notes_and_sources_become_text(package: Path) -> None:
+def test_pages_notes_and_sources_become_a_dataset_that_a_training_reads(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sorted(text.split("\n")[0] for text in debian.documents(package)) == [
         "a line of words that is long enough to be kept",
         "code",
         "notes",
     ]
     assert not any("no" in text.split() for text in debian.documents(package))
-
-
-def test_the_dataset_is_one_that_a_training_reads(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(debian, "VOCABULARY", 300)
     for out in (tmp_path / "one", tmp_path / "two"):
         debian.write([*debian.documents(package)], out)

@@ -15,6 +15,7 @@ import torch
 from processes import descendants
 from trainings import Keeping, by_name, of_the_kill, small
 from travelling import travelled
+from warm_ranks import WarmRanks
 
 from jobs.hardware.stats import common_slope
 from jobs.schema.point import STARTING, Machine, Measurement
@@ -37,21 +38,19 @@ def _data(text: Path, **changes: Any) -> dict[str, Any]:
     return small(text, steps=5000) | own | changes
 
 
-class Watching(Keeping):
-    """A Reporter that keeps what it is told, and acts once when the soak gets to a step."""
+class Killing(Keeping):
+    """A Reporter that kills the newest rank, once the soak has done some steps."""
 
-    def __init__(self, folder: Path, *, at: int = 0, act: Callable[[], None] = lambda: None) -> None:
-        super().__init__(folder)
-        self._at, self._act = at, act
+    killed = False
 
     def sample(self, step: int, values: dict[str, float], rank: int = 0) -> None:
         super().sample(step, values, rank)
-        if 0 < self._at <= step:
-            self._at = 0
-            self._act()
+        if step >= 7 and not self.killed:
+            self.killed = True
+            descendants(psutil.Process(), "spawn_main")[-1].kill()
 
 
-def _soak(text: Path, watching: Watching, **changes: Any) -> Measurement:
+def _soak(text: Path, watching: Keeping, **changes: Any) -> Measurement:
     spec = Spec.model_validate(_data(text, **changes))
     return measure(travelled(spec.points(CPU)[0]), watching)
 
@@ -126,7 +125,7 @@ def test_an_interval_that_a_checkpoint_ends_has_its_memory(tmp_path: Path, monke
     monkeypatch.setattr("jobs.training.soak._memory", look)
     plan = SoakPlan(10, 10, 60, 65)
     for cut in range(700, 720):
-        told, history = Watching(tmp_path), SoakHistory()
+        told, history = Keeping(tmp_path), SoakHistory()
         looks.clear()
         watch = _watch(plan, history, told)
         for step in range(1, 800):
@@ -145,7 +144,7 @@ def test_an_alert_is_told_once_and_its_time_counted_and_a_limit_ends(
 ) -> None:
     held = 59.0
     monkeypatch.setattr("jobs.training.soak._memory", lambda device: (0, int(held * 1e9), 0, 10**9))
-    told, history = Watching(tmp_path), SoakHistory()
+    told, history = Keeping(tmp_path), SoakHistory()
     watch = _watch(SoakPlan(60, 20, 60, 65), history, told)
     for step in range(1, 1201):
         held = 59.0 if step <= 600 else 61.0
@@ -187,9 +186,9 @@ def test_the_ranks_of_a_soak_are_compared() -> None:
 # Real processes
 
 
-def test_two_pieces_keep_one_history(text: Path, tmp_path: Path) -> None:
-    watching = Watching(tmp_path)
-    result = _soak(text, watching)
+def test_two_pieces_of_two_ranks_keep_one_history(text: Path, tmp_path: Path, two_warm_ranks: WarmRanks) -> None:
+    watching = Keeping(tmp_path, launcher=two_warm_ranks)
+    result = _soak(text, watching, ranks=2)
     assert watching.phases.count(STARTING) == 1, "imports of the second process are no stall"
     assert watching.phases[watching.phases.index(STARTING) + 1] == "corpus"
     found, rows = by_name(result), _rows(result)
@@ -206,18 +205,6 @@ def test_two_pieces_keep_one_history(text: Path, tmp_path: Path) -> None:
     assert found["throughput"].value == pytest.approx(4 * 32 / found["time"].value * 1000, rel=0.2)
     assert {metric.name for metric in result.metrics} <= {quantity.name for quantity in QUANTITIES}
     assert set(watching.series) <= {quantity.name for quantity in QUANTITIES}
-
-
-def test_a_killed_rank_interrupts_and_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:
-    watching = Watching(tmp_path, at=7, act=lambda: descendants(psutil.Process(), "spawn_main")[-1].kill())
-    result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5}, ranks=2)
-    restart = "of 2 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint"
-    assert restart in of_the_kill(watching.warnings)
-    found, rows = by_name(result), _rows(result)
-    assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
-    assert result.environment["training"]["restarts"] == 1
-    assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
-    assert found["resumed_step"].value >= 5
     compute = found["rank_compute_time"].samples
     assert len(compute) == len(found["rank_step_time"].samples) == 2
     assert 0 < max(compute) < 1.5 * found["rank_step_time"].value
@@ -225,6 +212,18 @@ def test_a_killed_rank_interrupts_and_costs_only_what_no_checkpoint_has(text: Pa
     assert watching.series["rank_imbalance"]
     assert "rank_utilization" not in found, "a CPU has no such counter"
     assert all(row["compute_ms"] > 0 for row in rows)
+
+
+def test_a_killed_rank_interrupts_and_costs_only_what_no_checkpoint_has(text: Path, tmp_path: Path) -> None:
+    watching = Killing(tmp_path)
+    result = _soak(text, watching, piece_minutes=0.06, restarts=1, checkpoints={"every": 5})
+    restart = "of 1 was killed by SIGKILL; restart 1 of 1 of all ranks from the last checkpoint"
+    assert restart in of_the_kill(watching.warnings)
+    found, rows = by_name(result), _rows(result)
+    assert [found[name].value for name in ("pieces", "interruptions", "restarts")] == [1, 1, 1]
+    assert result.environment["training"]["restarts"] == 1
+    assert rows[-1]["end_step"] == sum(row["steps"] for row in rows)
+    assert found["resumed_step"].value >= 5
 
 
 def test_a_point_has_time_for_its_soak_and_a_resumed_one_is_the_same(text: Path) -> None:
@@ -247,7 +246,7 @@ def test_a_piece_that_could_save_nothing_ends_the_soak(
         raise OSError("full")
 
     monkeypatch.setattr("jobs.training.checkpoints.saving.Writer.finish", full)
-    watching = Watching(tmp_path)
+    watching = Keeping(tmp_path)
     with pytest.raises(CheckpointError, match=r"^checkpoints: none could be saved after step 0, .*; mend the artifact"):
         train_rank(case, torch.device("cpu"), 0, watching, threading.Event())
     assert "was not saved: OSError: full" in watching.warnings[-1]
