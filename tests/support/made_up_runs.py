@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import product
@@ -128,6 +128,27 @@ def make_sweep(
             records += attempt(plan, at(10 + 10 * number), 5, state, reason=reason)
     records.append(rec.EventRecord(run_id=run_id, at=at(900), level="warning", message="the database was away for 3 s"))
     return [*records, rec.RunEndRecord(run_id=run_id, at=at(1000), state=RunState.DONE)]
+
+
+def changed(
+    records: Iterable[rec.Record],
+    axes: Mapping[str, Any] | None = None,
+    metrics: Sequence[rec.MetricData] = (),
+    year: int | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> list[rec.Record]:
+    """The records with `axes` laid over the points', more metrics where a point is ok, another year, a changed run."""
+    found = []
+    for record in records:
+        update: dict[str, Any] = {} if year is None else {"at": record.at.replace(year=year)}
+        if isinstance(record, rec.RunRecord):
+            update |= run or {}
+        elif isinstance(record, rec.PointRecord):
+            update["axes"] = {**record.axes, **(axes or {})}
+        elif isinstance(record, rec.OutcomeRecord) and record.metrics:
+            update["metrics"] = (*record.metrics, *metrics)
+        found.append(record.model_copy(update=update))
+    return found
 
 
 @pytest.fixture

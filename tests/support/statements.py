@@ -1,33 +1,16 @@
-"""Statements sent to a database, and its rows."""
+"""Rows of a database, and what a resume makes of a journal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pandas as pd
-from sqlalchemy import Engine, event, select
+from sqlalchemy import select
 
 from orchestrator.run.plan import History
 from orchestrator.store import Store
 from orchestrator.store.models import Base
 from orchestrator.store.views import v_gate
-
-
-@contextmanager
-def counted(engine: Engine, name: str = "before_cursor_execute") -> Iterator[list[object]]:
-    """The statements of the context, as SQLAlchemy hands them to the driver: one for many rows at once."""
-    calls: list[object] = []
-
-    def count(*args: object) -> None:
-        calls.append(args[2])
-
-    event.listen(engine, name, count)
-    try:
-        yield calls
-    finally:
-        event.remove(engine, name, count)
 
 
 def rows_of(store: Store) -> dict[str, list[str]]:

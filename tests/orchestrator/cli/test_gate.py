@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from made_up_runs import changed
 from nsa_command import Nsa
 from quick_driver import MACHINE
 from statements import verdicts_of
@@ -18,7 +19,7 @@ from orchestrator.judge.rules import READY_SPECS, load_gates
 from orchestrator.run import driver
 from orchestrator.settings import Settings
 from orchestrator.store import Store
-from orchestrator.store.records import MetricData, OutcomeRecord
+from orchestrator.store.records import MetricData
 
 H200 = "NVIDIA H200"
 GATES = """
@@ -42,12 +43,8 @@ targets:
 def measured(tmp_path: Path, sweep) -> None:
     """A sweep on an H200 in the commands' database."""
     bound = MetricData(name="oracle_error_bound", unit="1", value=1e-3)
-    records = sweep(laws={"triton": 1.0, "naive": 2.0}, gpu=H200)
     with Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as store:
-        store.apply_many(
-            each.model_copy(update={"metrics": (*each.metrics, bound)}) if isinstance(each, OutcomeRecord) else each
-            for each in records
-        )
+        store.apply_many(changed(sweep(laws={"triton": 1.0, "naive": 2.0}, gpu=H200), metrics=[bound]))
 
 
 def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,22 +111,6 @@ def test_a_signal_during_a_turn_ends_its_run_whose_journal_is_stored(
         turns.measure(sqlite_store, [Sources("one", folder, GitState("c0ffee", dirty=False))])
     assert list(queries.runs(sqlite_store)["run_id"]) == ["r1"]
     assert (folder / "jobs" / "told").read_text() == f"{folder}{os.pathsep}/of/the/user\n"
-
-
-def test_sources_are_removed_if_the_process_is_stopped() -> None:
-    before, folders = signal.getsignal(signal.SIGTERM), []
-
-    def stopped() -> None:
-        with sources_at({"--at": "HEAD"}) as [found]:
-            folders.append(found.folder)
-            assert (found.folder / "jobs").is_dir()
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.pause()
-
-    with pytest.raises(KeyboardInterrupt):
-        stopped()
-    assert not folders[0].exists()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_empty_webhook_wins_over_that_of_the_env_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,6 @@ def test_a_point_that_fails_has_its_own_state_and_no_numbers(measure, code, stat
     assert end.outcome.metrics == ()
 
 
-def test_a_memory_limit_is_enforced(measure) -> None:
-    conditions = dataclasses.replace(PATIENT, memory_bytes=100 << 20)
-    updates = measure("kept = bytearray(50 << 20)", "kept = bytearray(150 << 20)", conditions=conditions)
-    assert states(updates) == [PointState.OK, PointState.OOM]
-
-
 HANG_WITH_A_FAMILY = """
 import subprocess, tempfile, time
 from pathlib import Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from made_up_runs import changed
 
 from jobs.schema.states import PointState, Result
 from orchestrator.judge.decisions import Decision, decisions
@@ -12,7 +13,7 @@ from orchestrator.judge.rules import load_gates
 from orchestrator.judge.steps import Step, merged
 from orchestrator.judge.verdicts import evaluate, judge
 from orchestrator.store import Store
-from orchestrator.store.records import PointRecord, Record, RunRecord
+from orchestrator.store.records import Record
 
 SCALING = "nsa submit jobs/configs/scaling_m7c.yaml --set resources.accelerator_type="
 
@@ -25,14 +26,7 @@ def fresh() -> dict[str, Decision]:
 def training(records: list[Record]) -> list[Record]:
     """The records of a sweep as a training of the plan's model."""
     shape = {"layers": 12, "seq_len": 2048, "batch": 2, "compile": "on", "cuda_graphs": "on", "checkpointing": "off"}
-    return [
-        record.model_copy(update={"kind": "train"})
-        if isinstance(record, RunRecord)
-        else record.model_copy(update={"axes": {**record.axes, **shape}})
-        if isinstance(record, PointRecord)
-        else record
-        for record in records
-    ]
+    return changed(records, shape, run={"kind": "train"})
 
 
 def test_a_fresh_database_names_the_command_for_each_rule():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from made_up_runs import changed
 from rich.console import Console
 from statements import verdicts_of
 
@@ -18,7 +19,7 @@ from orchestrator.judge.verdicts import TargetVerdict, evaluate, save_verdicts
 from orchestrator.report.summary import print_verdicts
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
-from orchestrator.store.records import MetricData, OutcomeRecord, Record, StartRecord
+from orchestrator.store.records import MetricData, OutcomeRecord, Record
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
@@ -35,15 +36,8 @@ def gates_of(tmp_path: Path, *rules: dict, **target: object):
 
 def with_bound(records: list[Record], bound: float | None = 1e-3) -> list[Record]:
     """The records with the oracle's bound added to each ok point."""
-    if bound is None:
-        return records
-    extra = MetricData(name="oracle_error_bound", unit="1", value=bound)
-    return [
-        record.model_copy(update={"metrics": (*record.metrics, extra)})
-        if isinstance(record, OutcomeRecord) and record.metrics
-        else record
-        for record in records
-    ]
+    extra = [] if bound is None else [MetricData(name="oracle_error_bound", unit="1", value=bound)]
+    return changed(records, metrics=extra)
 
 
 def linear(store: Store) -> TargetVerdict:
@@ -120,15 +114,6 @@ def test_a_point_without_its_check_leaves_correctness_open(sqlite_store: Store, 
     assert "1 point(s) lack it, e.g. naive S=4096 (ok)" in judged.reason
 
 
-def test_a_running_sweep_is_not_yet_free_of_failures(sqlite_store: Store, sweep):
-    first = f"{RUN}/0"
-    sqlite_store.apply_many(r for r in with_bound(sweep()) if r.type != "outcome" or r.point_id != first)
-    sqlite_store.apply_many([StartRecord(run_id=RUN, point_id=first, attempt=1)])
-    judged = by_rule(linear(sqlite_store))["no-failures"]
-    assert (judged.result, judged.value) == (UNKNOWN, 0)
-    assert "7 of 8 were run to their end" in judged.reason
-
-
 def test_cancelled_and_skipped_points_are_not_evidence_of_health(sqlite_store: Store, sweep, tmp_path: Path):
     gates = gates_of(tmp_path, {"kind": "states", "none_of": ["hang"]})
     sqlite_store.apply_many(sweep("cut", failures={PointState.CANCELLED: "SIGTERM"}))
@@ -158,12 +143,6 @@ def test_a_fit_whose_interval_crosses_the_bound_is_unknown(sqlite_store: Store, 
     assert "reaches past the bound" in at_most.reason
 
 
-def later(records: list[Record], **run: object) -> list[Record]:
-    """The records a year later; `run` changes the run's."""
-    moved = [record.model_copy(update={"at": record.at.replace(year=2027)}) for record in records]
-    return [moved[0].model_copy(update=run), *moved[1:]]
-
-
 def with_end(records: list[Record], state: RunState | None) -> list[Record]:
     """The records of a run that ended so; None: it has not ended."""
     end = [] if state is None else [records[-1].model_copy(update={"state": state})]
@@ -180,7 +159,7 @@ def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
     sqlite_store.apply_many(with_bound(sweep("whole")))
     before = evaluate(sqlite_store, load_gates())
     small = with_bound(sweep("small", lengths=(512, 1024)), bound)
-    sqlite_store.apply_many(with_end(later(small), state))
+    sqlite_store.apply_many(with_end(changed(small, year=2027), state))
     assert evaluate(sqlite_store, load_gates()) == before
     assert linear(sqlite_store).result is GO
 
@@ -188,7 +167,7 @@ def test_a_small_sweep_beside_a_complete_one_changes_no_verdict(
 def test_one_point_of_another_run_does_not_make_a_wrong_sweep_go(sqlite_store: Store, sweep):
     sqlite_store.apply_many(with_bound(sweep("whole"), 1e-9))
     assert linear(sqlite_store).result is NO_GO
-    sqlite_store.apply_many(later(with_bound(sweep("other", laws={"dense": 1.0}, lengths=(512,)))))
+    sqlite_store.apply_many(changed(with_bound(sweep("other", laws={"dense": 1.0}, lengths=(512,))), year=2027))
     assert {rule.result for rule in linear(sqlite_store).rules[::3]} == {UNKNOWN}
 
 
@@ -203,7 +182,8 @@ def test_a_target_says_where_its_rules_rest_on_different_commits(sqlite_store: S
     time = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1e9}
     gates = gates_of(tmp_path, {**time, "where": {"implementation": "a"}}, {**time, "where": {"implementation": "b"}})
     sqlite_store.apply_many(sweep("one", laws={"a": 1.0}))
-    sqlite_store.apply_many(later(sweep("two", laws={"b": 1.0}), git_commit="d" * 40, git_dirty=True))
+    own = {"git_commit": "d" * 40, "git_dirty": True}
+    sqlite_store.apply_many(changed(sweep("two", laws={"b": 1.0}), year=2027, run=own))
     (verdict,) = evaluate(sqlite_store, gates)
     assert [rule.run_id for rule in verdict.rules] == ["one", "two"]
     assert verdict.commits == ["c" * 10, "d" * 10 + " (uncommitted changes)"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_up_runs import changed
 
 from jobs.schema.axes import MODEL, MORE, Axis
 from jobs.schema.states import PointState, Result
@@ -14,7 +15,7 @@ from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.scope import ANY, Scope, Where
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
-from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord
+from orchestrator.store.records import OutcomeRecord, Record
 
 H100, H200, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
 GO, NO_GO, UNKNOWN = Result.GO, Result.NO_GO, Result.UNKNOWN
@@ -54,20 +55,8 @@ def rules(verdict: TargetVerdict) -> dict[str, RuleVerdict]:
 
 
 def on_ranks(records: list[Record], ranks: int) -> list[Record]:
-    """The records of a sweep whose points used so many GPUs together."""
-    axis = Axis("ranks", "whole", "ranks")
-    return [
-        record.model_copy(update={"axes": (axis,)})
-        if isinstance(record, RunRecord)
-        else record.model_copy(update={"axes": {**record.axes, "ranks": ranks}})
-        if isinstance(record, PointRecord)
-        else record
-        for record in records
-    ]
-
-
-def later(records: list[Record]) -> list[Record]:
-    return [record.model_copy(update={"at": record.at.replace(year=2027)}) for record in records]
+    """The records of a later sweep whose points used so many GPUs together."""
+    return changed(records, {"ranks": ranks}, year=2027, run={"axes": (Axis("ranks", "whole", "ranks"),)})
 
 
 def test_evidence_of_one_card_is_not_anothers(sqlite_store: Store, sweep, path: Path):
@@ -104,7 +93,7 @@ def test_rules_of_the_whole_machine_take_points_on_all_of_its_gpus(sqlite_store:
     found = judged(sqlite_store, path)
     assert [found[name]["whole"].result for name in ("1x-h200", "2x-h200")] == [GO, UNKNOWN]
     assert "several" not in found["1x-h200"]
-    sqlite_store.apply_many(later(on_ranks(sweep("two", laws={"triton": 4.0}, gpu=H200), 2)))
+    sqlite_store.apply_many(on_ranks(sweep("two", laws={"triton": 4.0}, gpu=H200), 2))
     found = judged(sqlite_store, path)
     assert [found["2x-h200"][name].run_id for name in ("own", "whole", "several")] == ["one", "two", "two"]
     assert [found["1x-h200"][name].result for name in ("own", "whole")] == [GO, GO]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from made_up_runs import T0, attempt, planned
 
 import orchestrator
 from jobs.schema.states import PointState, RunState
@@ -15,7 +16,7 @@ from orchestrator.report.results import cells
 from orchestrator.report.template import report
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
-from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.store.records import MetricData, Record, RunEndRecord, RunRecord
 
 PEERS = Path(orchestrator.__file__).parent / "reference_data" / "peers_h200.csv"
 RUN = "20261121-120000-bench-abcd"
@@ -42,27 +43,18 @@ class Rows:
         kernel: str = "triton",
         env: str | None = None,
     ) -> None:
-        number = len(self.records)
-        point_id = f"{self.run_id}/{number}"
-        axes: dict[str, str | int] = {"implementation": implementation, "pass_": pass_, "seq_len": seq_len}
-        axes |= {"workload": "attention", "batch": max(1, 32768 // seq_len), "query_heads": 12, "kv_heads": 2}
-        axes |= {"head_dim": 64, "dtype": "bfloat16", "device": "cuda"} | ({"env": env} if env else {})
+        axes = {"pass_": pass_, "batch": max(1, 32768 // seq_len), "dtype": "bfloat16", "device": "cuda", "env": env}
         label = f"12/2 d64 {implementation} {pass_} S={seq_len}"
-        self.records += [
-            PointRecord(
-                run_id=self.run_id, point_id=point_id, index=number, key=str(number), label=label, config={}, axes=axes
-            ),
-            OutcomeRecord(
-                run_id=self.run_id,
-                point_id=point_id,
-                attempt=1,
-                state=state,
-                reason=None if state is PointState.OK else "out of memory",
-                metrics=tuple(metrics),
-                route={"dense": kernel} if implementation.startswith("dense") else {"slc": kernel},
-                environment={"gpu": {"name": self.gpu}} if state is PointState.OK else {},
-            ),
-        ]
+        self.records += attempt(
+            planned(self.run_id, len(self.records), implementation, seq_len, T0, axes, label=label),
+            T0,
+            1,
+            state,
+            reason=None if state is PointState.OK else "out of memory",
+            metrics=tuple(metrics),
+            route={"dense": kernel} if implementation.startswith("dense") else {"slc": kernel},
+            environment={"gpu": {"name": self.gpu}} if state is PointState.OK else {},
+        )
 
     def timed(
         self, implementation: str, seq_len: int, forward: float, both: float, mib: float, kernel: str, env: str = ""

@@ -12,7 +12,7 @@ import vl_convert
 from jobs.schema.quantities import SHARED
 from orchestrator.judge.analysis import fits_frame, scaling_fits
 from orchestrator.report import charts
-from orchestrator.report.series import look
+from orchestrator.report.series import LOOKS, OTHER_COLORS, look
 from orchestrator.store import Store, queries
 
 NONE = fits_frame([])
@@ -88,6 +88,12 @@ def test_reported_points_are_hollow_with_dashed_lines(rows: pd.DataFrame):
     vibe = lines(chart)["series"].str.startswith("nsa-vibe (reported)")
     assert [7, 4] in lines(chart).loc[vibe, "dash"].tolist()
     assert vl_convert.vegalite_to_svg(chart.whole)
+
+
+def test_a_variant_looks_like_the_longest_name_that_it_begins_with():
+    assert look("dense, flash-attn-4 4.0.0b36") == LOOKS["dense, flash-attn-4"]
+    assert look("nsa-vibe (cmp)") == LOOKS["nsa-vibe"]
+    assert look("dense-other").color in OTHER_COLORS
 
 
 def looks_in(chart: charts.Chart) -> dict[str, tuple[str, str]]:

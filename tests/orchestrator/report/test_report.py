@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_up_runs import ENDED, GOING, SHORT, TEXT, store_hostile_runs
+from made_up_runs import ENDED, GOING, SHORT, TEXT, changed, store_hostile_runs
 
 import orchestrator
 from jobs.schema.quantities import TIME
@@ -57,7 +57,7 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
 
     def beside(run_id: str, **axes: object) -> str:
         records = sweep(run_id, laws=laws, lengths=(8192, 16384, 32768), gpu="NVIDIA H200")
-        sqlite_store.apply_many(with_axes(records, **axes))
+        sqlite_store.apply_many(changed(records, axes))
         return report(sqlite_store, [run_id]).partition("## Beside reported figures")[2].partition("\n## ")[0]
 
     assert "None." in beside("20261120-120000-demo-0001")  # float32 is not compared with bfloat16
@@ -70,14 +70,6 @@ def test_reported_peers_of_the_same_shape_and_batch_stand_beside(sqlite_store: S
     dense = [line for line in table.splitlines() if line.startswith("| dense")]
     assert {line.split()[1] for line in dense} == {"dense", "dense-sdpa-flash"}
     assert all("dense, " in line for line in dense)
-
-
-def with_axes(records: list, **axes: object) -> list:
-    """The records with changed axes of their points."""
-    return [
-        record.model_copy(update={"axes": {**record.axes, **axes}}) if record.type == "point" else record
-        for record in records
-    ]
 
 
 class Tags(HTMLParser):
@@ -98,7 +90,7 @@ class Tags(HTMLParser):
 
 def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, tmp_path: Path):
     store_hostile_runs(f"sqlite:///{sqlite_store.engine.url.database}")
-    drawn = with_axes(sweep(RUN), implementation=SHORT, env=TEXT)  # its name is in the charts' legends
+    drawn = changed(sweep(RUN), {"implementation": SHORT, "env": TEXT})  # its name is in the charts' legends
     titled = replace(TIME, title=TEXT, short=TEXT)
     sqlite_store.apply_many([drawn[0].model_copy(update={"quantities": (titled,)}), *drawn[1:]])
     runs = [ENDED, GOING, RUN]

@@ -64,14 +64,6 @@ def test_a_spec_gives_its_points_or_names_what_would_measure_them(rendered: Rend
     ]
 
 
-def test_a_chart_is_written_beside_the_report(rendered: Render, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("vl_convert.vegalite_to_png", lambda chart, scale: b"picture")
-    out = tmp_path / "pages" / "report.md"
-    rendered("{{ chart('peak_extra_memory') }}\n", out=out)
-    assert out.read_text() == "![Peak memory beyond inputs per sequence](report-peak-extra-memory.png)\n"
-    assert (out.parent / "report-peak-extra-memory.png").read_bytes() == b"picture"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -32,6 +32,9 @@ RUN = "20261120-120000-demo-abcd"
         ("sqlite:///a%00.db", "holds a NUL character, which no path may; remove it"),
         ("sqlite:///nsa.db?mode=ro", "a file takes no options; leave out '?', or write %3F in a path"),
         ("postgresql://me:secret@host:port/db", "***"),
+        ("postgres://nsa:secret@host/nsa", "***"),
+        ("postgresql://nsa:secret/nsa", "***"),
+        ("postgresql://nsa:1secret#host/nsa", "***"),
         ("postgresql://me:secret@localhost", "lacks a host or a database name"),
         ("postgresql+psycopg2://me:secret@localhost/db", "unknown kind"),
         ("postgresql://me:secret@/db?host=a,b&port=1", "number of hosts and ports don't match; correct the URL"),
@@ -107,21 +110,6 @@ def test_another_applications_file_stays_as_it_is(tmp_path: Path, heads: list[st
         tables = theirs.execute("SELECT name FROM sqlite_master").fetchall()
     assert ("bookmark",) in tables
     assert ("run",) not in tables
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgres://nsa:secret@host/nsa",
-        "postgresql://nsa:secret/nsa",
-        "postgresql://nsa:1secret#host/nsa",
-    ],
-)
-def test_a_mistyped_url_is_told_without_its_password(url: str):
-    with pytest.raises(StoreError) as refused:
-        Store.open(url)
-    assert "secret" not in str(refused.value)
-    assert "***" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -103,20 +103,6 @@ def test_the_state_of_a_run_says_what_happened(store: Store, sweep, lengths, end
         assert session.scalars(select(v_runs.c.state)).all() == [state]
 
 
-def test_a_point_in_detail(filled: Store):
-    found = queries.point(filled, f"{RUN}/0")
-    assert found is not None
-    assert found["environment"]["gpu"] == {"name": "NVIDIA H200", "driver": "580", "uuid": "GPU-1"}
-    assert found["config"] == {"seq_len": 512}
-    assert queries.point(filled, f"{RUN}/8")["environment"] == {}  # pyright: ignore
-    assert queries.point(filled, "nothing") is None
-    assert queries.metrics(filled, f"{RUN}/8").empty
-    numbers = queries.metrics(filled, f"{RUN}/0").set_index("name")
-    assert numbers.loc["time", "samples"] == [2.0] * 6
-    assert queries.artifacts(filled, f"{RUN}/0").content.tolist() == ["hi\n"]
-    assert queries.events(filled, RUN).message.tolist() == ["the database was away for 3 s"]
-
-
 def test_scaling_has_only_ok_points_and_divides_by_the_batch(filled: Store):
     frame = queries.scaling(filled)
     assert " ".join(frame.columns) == SCALING
