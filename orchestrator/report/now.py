@@ -58,7 +58,7 @@ def sections(store: Store, jobs: Sequence[Mapping[str, Any]], now: datetime | No
     return [
         Section("Nodes and their GPUs", "No node has measured anything for a day.", list(_nodes(store, points, now))),
         Section("Measuring", "Nothing is measured.", [_measuring(point, now) for point in points]),
-        Section("Waiting", "Nothing waits.", list(_waiting(running, pending, without_run, now))),
+        Section("Waiting", "Nothing waits.", list(_waiting(running, pending, points, without_run, now))),
         Section("The last 24 hours, failures first", "No run ended.", last_day(store, jobs, now)),
     ]
 
@@ -154,6 +154,7 @@ def _measuring(point: Mapping[str, Any], now: datetime) -> Line:
 def _waiting(
     running: Sequence[Mapping[str, Any]],
     pending: Sequence[Mapping[str, Any]],
+    points: Sequence[Mapping[str, Any]],
     jobs: Sequence[Mapping[str, Any]],
     now: datetime,
 ) -> Iterator[Line]:
@@ -167,13 +168,32 @@ def _waiting(
                 why += f"; if its driver is gone: nsa cancel {run['run_id']}"
             yield _in_queue("", run["run_id"], run["person"], run["created_at"], why, now)
     held = f"; measuring: {', '.join(ahead[:3])}{', ...' if len(ahead) > 3 else ''}" if ahead else ""
+    lefts = [_run_left(run, points, now) for run in running]
+    longest = max((left for left in lefts if left is not None), default=0)
     for place, run in enumerate(pending, 1):
-        why = f"pending until a node has room for a point{held}"
+        # Runs share slots, so it may have one sooner: by then all that run now have ended.
+        known = place <= len(points) and None not in lefts
+        within = f", within about {readable(longest, 's')}" if known else ""
+        why = f"pending until a node has room for a point{within}{held}"
         yield _in_queue(f"{place} of {len(pending)}", run["run_id"], run["person"], run["created_at"], why, now)
     for job in jobs:
         if job["status"] == "PENDING":
             why = job["message"] or "Ray has not started it"
             yield _in_queue("", job["submission_id"], job["person"], job["start_time"], why, now)._replace(run_id="")
+
+
+def _run_left(run: Mapping[str, Any], points: Sequence[Mapping[str, Any]], now: datetime) -> float | None:
+    """Seconds until a running run ends, at its pace so far; None where that is unknown."""
+    own = [point for point in points if point["run_id"] == run["run_id"]]
+    if not own or any(point["heartbeat_at"] is None or now - point["heartbeat_at"] > _SILENT for point in own):
+        return None
+    lefts = [seconds_left(point) for point in own]
+    if not run["pending"] and None not in lefts:
+        return max(left for left in lefts if left is not None)
+    ended = run["ok"] + run["failed"] + run["answered"]
+    if run["resumed"] or not ended:
+        return None
+    return (run["pending"] + len(own)) * (now - run["created_at"]).total_seconds() / ended
 
 
 def _in_queue(place: str, name: str, person: str | None, since: datetime, why: str, now: datetime) -> Line:

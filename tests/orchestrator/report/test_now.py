@@ -100,6 +100,36 @@ def test_what_waits_says_why_and_its_place(store: Store) -> None:
     ]
 
 
+def test_the_wait_is_estimated_by_the_pace_of_the_runs_that_measure(store: Store) -> None:
+    def why(run_id: str = "one") -> str:
+        return next(each["Why"] for each in lines(store, "Waiting") if each["Run"] == run_id).partition(";")[0]
+
+    of_point = [{"run_id": "sweep", "point_id": f"sweep/{index}", "attempt": 1} for index in range(2)]
+    store.apply_many(
+        [
+            *begin("one", 9, state=RunState.PENDING),
+            *begin("two", 8, state=RunState.PENDING),
+            *begin("sweep", 40, points=4),
+            rec.StartRecord(**of_point[0], at=ago(40), node="node3"),
+        ]
+    )
+    store.beat(rec.Progress("sweep", "sweep/0", NOW, "", None, None, None))
+    unknown = "pending until a node has room for a point"
+    assert why() == unknown, "no point has ended"
+    ended = rec.OutcomeRecord(**of_point[0], at=ago(20), state=PointState.OK)
+    store.apply_many([ended, rec.StartRecord(**of_point[1], at=ago(20), node="node3")])
+    store.beat(rec.Progress("sweep", "sweep/1", NOW, "", None, None, None))
+    assert why() == f"{unknown}, within about 2 h", "three more at 40 min each"
+    assert why("two") == unknown, "one slot is not for both"
+    store.apply_many(training())
+    store.beat(rec.Progress("train", "train/0", NOW, "train", 250, 1000, 2.5))
+    assert why() == unknown, "a point of the training waits, and none has ended"
+    store.apply_many([rec.OutcomeRecord(run_id="train", point_id="train/1", attempt=1, state=PointState.CANCELLED)])
+    assert why("two") == f"{unknown}, within about 2 h", "the longest of both"
+    store.beat(rec.Progress("train", "train/0", ago(60), "train", 250, 1000, 2.5))
+    assert why() == unknown, "silent for an hour"
+
+
 def test_the_last_day_begins_with_failures(store: Store) -> None:
     store.apply_many([*begin("old", 60 * 26), rec.RunEndRecord(run_id="old", at=ago(60 * 25), state=RunState.FAILED)])
     ends = {"well": RunState.DONE, "bad": RunState.DONE, "refused": RunState.FAILED, "stopped": RunState.CANCELLED}
