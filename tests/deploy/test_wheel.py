@@ -1,4 +1,4 @@
-"""The wheel in an empty environment and folder, outside any checkout: init, up, submit, report, down."""
+"""The wheels in empty environments, outside any checkout: init, up, submit, report, down; the operator alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from processes import free_ports, wait_for
 
+import nsa_core
 from orchestrator import provenance
 from orchestrator.execute.upload import PACKAGES, sources
 from orchestrator.store import Store, queries
@@ -28,6 +30,16 @@ OUR_RUNS = ROOT / "docs" / "results" / "data"
 CORPUS = "the wheel is small. " * 200
 SHORT = ("attention=[nsa]", "seq_len=16", "batch=2", "steps=12", "optimizer.warmup_steps=2", "plan=null")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+ALONE = """
+import sys
+
+class OnlyTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name in {"jobs", "orchestrator", "pandas", "pydantic", "ray", "rich", "sqlalchemy", "streamlit"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, OnlyTorch())
+"""
 
 
 @dataclass(frozen=True)
@@ -60,8 +72,8 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built as users do, from a copy with what an earlier build of older sources has left."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels, built as users do, from a copy with what an earlier build of older sources has left."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("nsa_core", "jobs", "orchestrator", "dashboard", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,7 +87,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it as the option --no-build-isolation
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    [built] = (copy / "dist").glob("nsa_bench-*.whl")
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    [built] = dist.glob("nsa_bench-*.whl")
     return built
 
 
@@ -136,6 +153,26 @@ def test_the_wheel_has_the_data_and_the_licence_but_no_tests(wheel: Path) -> Non
         name.split("/")[0] for name in names if ".dist-info/" in name
     }
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_operators_runs_the_examples_of_the_pages_where_only_torch_is_installed(dist: Path, tmp_path: Path) -> None:
+    [wheel] = dist.glob("nsa_core-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        folders = {name.split("/")[0] for name in archive.namelist()}
+        assert folders == {"nsa_core", f"nsa_core-{nsa_core.__version__}.dist-info"}
+        assert "nsa_core/py.typed" in archive.namelist()
+        archive.extractall(tmp_path / "installed")
+    pages = "".join((ROOT / name).read_text() for name in ("docs/operator.md", "README.md"))
+    examples = re.findall(r"```python\n(import torch\n.*?)```", pages, re.DOTALL)
+    assert len(examples) == 5
+    with_transformers = [each for each in examples if "transformers" in each]
+    programs = [[ALONE, *(each for each in examples if each not in with_transformers)]]
+    programs += [with_transformers] if find_spec("transformers") else []
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"}
+    for program in programs:
+        text = "\n".join([*program, "import nsa_core", "print(nsa_core.__file__)"])
+        done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=200)
+        assert done.stdout.splitlines()[-1:] == [f"{tmp_path}/installed/nsa_core/__init__.py"], done.stderr
 
 
 def test_jobs_have_the_installed_code_and_what_their_specs_name(user: User) -> None:
