@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 
-from jobs.schema.point import Beat
+from jobs.schema.point import TIMED, TIMING, Beat
 from jobs.specs.fields import Count
 from jobs.specs.spec import Strict
 
@@ -64,7 +64,8 @@ def measure_time(
         after: gets the result of a run, of a batch on CUDA the last one's, before the device is waited for.
 
     Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
-    seconds. Garbage collection is off while sampling.
+    seconds. Garbage collection is off while sampling. The clock of the samples measures all of them together, too: the
+    parent holds that against its own, which nothing in this process can replace (jobs.process.child).
     """
     warmups: list[float] = []  # seconds
     steady = False
@@ -80,11 +81,15 @@ def measure_time(
     spent_ms = 0.0
     gc.collect()
     gc.disable()
+    whole = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if filler is not None else []
+    if whole:
+        whole[0].record()
+    begun = perf_counter()
     try:
         while not samples or (
             spent_ms < 1000 * plan.max_s and (len(samples) < plan.repeats or spent_ms < 1000 * plan.min_s)
         ):
-            beat("time", len(samples), plan.repeats)
+            beat(TIMING, len(samples), plan.repeats)
             if filler is None:
                 before()
                 taken = [1000 * _timed(call, device, after)]
@@ -94,6 +99,10 @@ def measure_time(
             spent_ms += sum(taken)
     finally:
         gc.enable()
+    if whole:
+        whole[1].record()
+        synchronize(device)
+    beat(TIMED, int(whole[0].elapsed_time(whole[1]) if whole else 1000 * (perf_counter() - begun)))
     words = "steady" if steady else f"not steady within {_STEADY_SPREAD:.0%}"
     clock = "performance counter" if filler is None else "CUDA events, L2 overwritten before each run"
     return Timing(tuple(samples), f"{clock}; {len(warmups)} warm-up runs ({words}), {len(samples)} samples")

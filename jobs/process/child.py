@@ -31,7 +31,7 @@ import psutil
 from jobs.process import compiler_cache, messages, post_mortem, temporary
 from jobs.process.post_mortem import describe_exit, oom_kills, tail
 from jobs.schema.plain_text import shortened
-from jobs.schema.point import STARTING, WAITING, Interrupted
+from jobs.schema.point import STARTING, TIMED, TIMING, WAITING, Interrupted
 from jobs.schema.states import PointState
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -48,6 +48,7 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
+_APART, _STALL_S = 1.1, 1.0  # most by which the clock that takes samples may differ from the parent's, and lag behind
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -201,21 +202,37 @@ class DeadlineWatch:
     phase: str = ""  # of the last progress
     _start: float = field(default_factory=time.monotonic)
     _last_beat: float | None = None
+    _read: float = field(default_factory=time.monotonic)  # when events were read last
+    _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time`
+    _wrong_clock: str = ""  # why its samples are refused
     _kills: int = field(default_factory=lambda: oom_kills())
     _low_memory: bool = False
 
     def step(self) -> tuple[list[messages.Message], Ended | None]:
         """New events, and the end once there is one; waits POLL_S at most."""
         alive = self.child.alive()  # asked before reading: events of a process that dies now are still read
+        before = self._read  # what is read now came later, however long it has lain in the pipe
         events = self.child.inbox.receive(POLL_S if alive else 0)
+        self._read = time.monotonic()
         for number, event in enumerate(events):
             match event:
-                case messages.Beat(phase=phase):
-                    now = time.monotonic()
+                case messages.Beat(phase, done):
+                    now = self._read
+                    if phase == TIMING and self.phase != TIMING:
+                        self._timing = before, now
+                    elif phase == TIMED and self._timing is not None:
+                        low, high = before - self._timing[1], now - self._timing[0]
+                        if not (low - _STALL_S) / _APART <= done / 1000 <= high * _APART:
+                            took = (
+                                f"{done / 1000:.3g} s by the process's clock, {low:.3g} to {high:.3g} s by its parent's"
+                            )
+                            self._wrong_clock = f"WrongResult: samples of time took {took}"
                     if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
                         self._start += now - self._last_beat  # the point's deadline does not run
                     self._last_beat, self.phase = now, phase
                 case messages.Measured(files=files):
+                    if self._wrong_clock:
+                        return events[:number], Ended(PointState.ERROR, self._wrong_clock, None, files)
                     return events[:number], Ended(PointState.OK, None, event, files)
                 case messages.ProbedMachine():
                     return events[:number], Ended(PointState.OK, None, event)

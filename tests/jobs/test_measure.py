@@ -43,8 +43,11 @@ def test_the_clock_warms_up_until_three_runs_are_alike_and_samples_for_as_long_a
         now += next(runs) / 1000
 
     monkeypatch.setattr(clock, "perf_counter", lambda: now)
-    timing = measure_time(call, CPU, TimingSpec(repeats=2, min_s=0.045, max_s=10, warmup=9), lambda *_: None)
+    beats: list[tuple[object, ...]] = []
+    plan = TimingSpec(repeats=2, min_s=0.045, max_s=10, warmup=9)
+    timing = measure_time(call, CPU, plan, lambda *beat: beats.append(beat))
     assert timing.samples_ms == pytest.approx([10] * 5)
+    assert beats[-6:] == [*(("time", done, 2) for done in range(5)), ("timed [ms]", 50)]
     assert timing.method == "performance counter; 6 warm-up runs (steady), 5 samples"
 
 

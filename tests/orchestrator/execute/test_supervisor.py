@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
 from jobs.process import child, messages
-from jobs.schema.point import WAITING, Metric, Samples
+from jobs.schema.point import WAITING, Measurement, Metric, Samples
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
@@ -218,3 +219,39 @@ def test_deadlines_count_from_the_end_of_waiting(monkeypatch) -> None:
         assert watch.step()[1] is None
     now[0] = 30
     assert watch.step()[1] == child.Ended(PointState.TIMEOUT, "not done after 8 s (last in phase 'train')")
+
+
+@pytest.mark.parametrize(
+    ("reads", "milliseconds", "problem"),
+    [
+        ({1.0: "time", 1.2: "", 1.6: "timed [ms]"}, 550, None),
+        ({1.0: "time", 3.9: "", 4.1: "timed [ms]"}, 3000, None),
+        ({1.0: "time", 3.9: "", 4.1: "timed [ms]"}, 2000, None),  # stopped before the first sample
+        ({1.0: "time", 3.9: "", 4.1: "timed [ms]"}, 500, "took 0.5 s by the process's clock, 2.9 to 3.2 s by"),
+        ({1.0: "time", 1.2: "", 1.6: "timed [ms]"}, 1000, "took 1 s by the process's clock, 0.2 to 0.7 s by"),
+        ({1.0: "time", 61.0: "timed [ms]"}, 500, None),  # read late: it may have come at once, or now
+        ({61.0: "time timed [ms]"}, 50_000, None),
+        ({1.0: "first run", 61.0: ""}, 500, None),  # timed by a kind's own means
+        ({1.0: "time", 3.9: "", 4.1: "timed [ms]", 4.2: "warm-up", 9.0: "time", 9.1: "timed [ms]"}, 0, "took 0 s by"),
+    ],
+)  # fmt: skip
+def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
+    monkeypatch, reads, milliseconds, problem
+) -> None:
+    """Each read of the pipe is of phases, at a time."""
+    clock = [0.9]
+    monkeypatch.setattr("jobs.process.child.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    process: Any = SimpleNamespace(alive=lambda: True)
+    watch = child.DeadlineWatch(process, _start=0.0, _read=0.9)
+    for clock[0], phases in reads.items():
+        beats = [
+            messages.Beat(phase, milliseconds) for phase in re.findall(r"timed \[ms\]|time|first run|warm-up", phases)
+        ]
+        process.inbox = SimpleNamespace(receive=lambda wait, beats=beats: beats)
+        assert watch.step()[1] is None
+    done = messages.Measured(Measurement((Metric("time", "ms", 1.0),)))
+    process.inbox = SimpleNamespace(receive=lambda wait: [done])
+    _, end = watch.step()
+    assert end is not None
+    assert (end.state, end.result) == ((PointState.ERROR, None) if problem else (PointState.OK, done))
+    assert str(end.reason).startswith(f"WrongResult: samples of time {problem}" if problem else "None")
