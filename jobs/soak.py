@@ -5,6 +5,7 @@ A point is one kind of attention. The training is that of `train` with checkpoin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -110,7 +111,11 @@ def measure(case: Case, beat: Beat) -> Measurement:
 
     Times and losses are the first rank's; memory is that of the rank that holds the most. Raises as run_ranks.
     """
+    assert case.soak is not None
     there, restarts = reporter(beat).surroundings, 0
+    if (pieces := math.ceil(case.soak.minutes / case.soak.piece_minutes)) < LEAST_PROCESSES:
+        fault = f"gives {pieces} process(es), and growth of memory is judged over {LEAST_PROCESSES}"
+        reporter(beat).warn(f"piece_minutes: {case.soak.piece_minutes:g}: {fault}; use fewer minutes")
     with noting_sigterm() as stop:
         while True:
             reports = run_ranks(case, beat, stop)
@@ -124,7 +129,6 @@ def measure(case: Case, beat: Beat) -> Measurement:
                 raise Suspended(f"{text}: nsa submit SPEC --resume RUN")
             beat(STARTING)
     assert there.checkpoints is not None, "a soak without them does not get so far"
-    assert case.soak is not None
     starts = CheckpointFolder(there.checkpoints).starts(there.key)  # of all attempts, each of all ranks together
     first.environment["training"]["restarts"] = restarts
     most = max(range(len(reports)), key=lambda rank: max((each.held for each in histories[rank].intervals), default=0))
