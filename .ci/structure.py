@@ -21,7 +21,8 @@ MOST_ALONE = 50  # modules with one importer
 def main() -> int:
     listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout
     paths = [Path(name) for name in listed.split() if Path(name).exists()]
-    trees = {_module(path): ast.parse(path.read_text()) for path in paths if path.parts[0] != "tests"}
+    names = {path: ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    trees = {names[path]: ast.parse(path.read_text()) for path in paths if path.parts[0] != "tests"}
     folders = Counter(path.parent for path in paths)
     problems = [
         f"{folder}: {count} files; {MOST_FILES} at most" for folder, count in folders.items() if count > MOST_FILES
@@ -34,7 +35,8 @@ def main() -> int:
                 problems.append(f"{module}: imports the private name {name} of {source}")
             importers[f"{source}.{name}" if f"{source}.{name}" in trees else source].add(module)
     functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    short = 100 * sum(_lines(function) <= MOST_LINES for function in functions) / len(functions)
+    lines = [(function.end_lineno or function.lineno) - function.lineno + 1 for function in functions]
+    short = 100 * sum(count <= MOST_LINES for count in lines) / len(functions)
     alone = sum(len(importers[module]) == 1 for module in trees)
     print(f"functions of {MOST_LINES} lines or fewer: {short:.1f} %; modules with one importer: {alone}")
     if short > MOST_SHORT:
@@ -43,10 +45,6 @@ def main() -> int:
         problems.append(f"modules with one importer: {alone}; {MOST_ALONE} at most")
     print(*problems, sep="\n", end="\n" if problems else "")
     return bool(problems)
-
-
-def _module(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(module: str, tree: ast.Module) -> list[tuple[str, str]]:
@@ -71,10 +69,6 @@ def _same_package(module: str, source: str) -> bool:
     """Whether a name of `source` is private to the package that `module` is in, or to one above it."""
     home = source if _is_package(source) else source.rpartition(".")[0]
     return module == home or module.startswith(f"{home}.")
-
-
-def _lines(function: ast.FunctionDef) -> int:
-    return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 if __name__ == "__main__":

@@ -88,7 +88,13 @@ def run_ranks(case: TextCase, beat: Beat, stop: threading.Event) -> list[RankRep
             return reports
         of_memory = isinstance(failure.__cause__, MemoryError)  # it would run out again
         if stop.is_set() and isinstance(failure, RankFailed) and not of_memory:
-            raise _stopped(failure, _saved_step(there), watch.begun)
+            saved_step = _saved_step(there)
+            why = f"; {str(failure).splitlines()[0]}" if watch.begun else " before its ranks had begun"
+            if saved_step is not None:
+                raise Suspended.at(saved_step, f"SIGTERM ended the training{why}")
+            if not watch.begun:
+                raise Suspended(f"SIGTERM ended the training{why}: nsa submit SPEC --resume RUN")
+            raise Stopped(f"SIGTERM ended the training{why}; it has no checkpoint to go on from")
         if restarts == case.restarts or of_memory or not isinstance(failure, RankDied):
             raise failure
         restarts += 1
@@ -104,17 +110,6 @@ def _saved_step(there: Surroundings) -> int | None:
         newest = CheckpointFolder(there.checkpoints).complete()[:1] if there.checkpoints is not None else []
         return next((manifest.step for manifest in newest if manifest.goes_on(there.key)), None)
     return None
-
-
-def _stopped(failure: RankFailed, saved_step: int | None, begun: bool) -> Stopped:
-    """The exception instead of `failure` where the ranks had been asked to end."""
-    why = f"; {str(failure).splitlines()[0]}" if begun else " before its ranks had begun"
-    text = f"SIGTERM ended the training{why}"
-    if saved_step is not None:
-        return Suspended.at(saved_step, text)
-    if not begun:
-        return Suspended(f"{text}: nsa submit SPEC --resume RUN")
-    return Stopped(f"{text}; it has no checkpoint to go on from")
 
 
 class RankWatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from jobs.hardware.driver import misfit_here
+from jobs.hardware.machine import installed
 from jobs.process import compiler_cache
 from jobs.process.post_mortem import py_spy
 from jobs.specs.kinds import offered_kinds
@@ -82,13 +82,6 @@ def findings(settings: Settings) -> list[Finding]:
     ]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _pytorch() -> list[Finding]:
     """PyTorch, the GPU, the kernels, and the kinds, implementations and peers of other installed distributions."""
     try:
@@ -98,9 +91,9 @@ def _pytorch() -> list[Finding]:
         from nsa_core.backends import offered
         from nsa_core.backends.triton import TORCH
     except (ImportError, OSError) as err:
-        detail = str(err).partition("\n")[0] if _version("torch") else "not installed"
+        detail = str(err).partition("\n")[0] if installed("torch") else "not installed"
         return [Finding("torch", BROKEN, detail, _INSTALL)]
-    version = _version("torch") or torch.__version__
+    version = installed("torch") or torch.__version__
     note = "" if version in TORCH else ", this version was not"
     rows = [Finding("torch", OK, f"{version}; tested: {TORCH}{note}"), _gpu(), _triton(), *_dense()]
     for group, plugins in (("kind", offered_kinds()), ("implementation", offered()), ("peer", offered_peers())):
@@ -161,7 +154,7 @@ def _dense() -> list[Finding]:
 
 def _ray(settings: Settings, ray: Service) -> list[Finding]:
     """Ray with its cluster, and who can use that."""
-    version = _version("ray")
+    version = installed("ray")
     cluster = Finding("ray", OK, f"{version}; cluster at {ray.url}")
     if not ray.healthy:
         fix = "nsa up, or set NSA_RAY_DASHBOARD"
@@ -219,7 +212,7 @@ def _artifacts(settings: Settings) -> list[Finding]:
 
 def _tools(dashboard: Service) -> list[Finding]:
     """py-spy and the dashboard."""
-    rows = [Finding("py-spy", OK, _version("py-spy") or "")]
+    rows = [Finding("py-spy", OK, installed("py-spy") or "")]
     if not py_spy():
         detail = "not installed: `nsa diagnose --attach` shows no stacks, those of a hang are Python's alone"
         rows = [Finding("py-spy", MISSING, detail, "pip install py-spy")]

@@ -58,11 +58,22 @@ class Scheduler:
     def run(self, stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
         while self._queue or self._batches:
-            if reason := stopped():
-                self._cancel(reason)
+            if reason := stopped():  # recorded before the processes end: Ray kills a stopped job after a few seconds
+                left = self.end(RunState.CANCELLED, PointState.CANCELLED, reason)
+                try:
+                    self._executor.cancel()
+                except ExecutorGone as gone:  # the run is cancelled all the same
+                    self._watcher.tell(f"warning: its processes may still run: {gone}")
+                self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
                 return RunState.CANCELLED
             while self._queue and len(self._batches) < self._slots:
-                self._hand_out()
+                size = 1
+                if self._conditions.warm:  # one slot gets all; several get shrinking shares, so that they end together
+                    size = math.ceil(len(self._queue) / (1 if self._slots == 1 else 2 * self._slots))
+                taken = [self._queue.popleft() for _ in range(size)]
+                self._handed_out += 1
+                self._batches[self._handed_out] = {a.point_id: a for a in taken}
+                self._executor.submit(self._handed_out, taken, self._conditions)
             for batch, update in self._executor.poll(_POLL_S):
                 # A signal to the driver may have hit its children, too: a point that fails then is cancelled.
                 if not stopped() or (isinstance(update, rec.OutcomeRecord) and update.state is PointState.OK):
@@ -71,15 +82,6 @@ class Scheduler:
         self._check_visible()
         self.end(RunState.DONE, PointState.LOST, None)
         return RunState.DONE
-
-    def _hand_out(self) -> None:
-        size = 1
-        if self._conditions.warm:  # one slot gets all; several get shrinking shares, so that they end together
-            size = math.ceil(len(self._queue) / (1 if self._slots == 1 else 2 * self._slots))
-        taken = [self._queue.popleft() for _ in range(size)]
-        self._handed_out += 1
-        self._batches[self._handed_out] = {a.point_id: a for a in taken}
-        self._executor.submit(self._handed_out, taken, self._conditions)
 
     def _take(self, batch: int, update: Update | BatchEnded) -> None:
         if isinstance(update, rec.OutcomeRecord):
@@ -136,15 +138,6 @@ class Scheduler:
         self._queue.extend(assignments)
         if records:  # each write is synced
             self._write(records)
-
-    def _cancel(self, reason: str) -> None:
-        """Record the cancellation, then end the processes: Ray kills a stopped job after a few seconds."""
-        left = self.end(RunState.CANCELLED, PointState.CANCELLED, reason)
-        try:
-            self._executor.cancel()
-        except ExecutorGone as gone:  # the run is cancelled all the same
-            self._watcher.tell(f"warning: its processes may still run: {gone}")
-        self._watcher.tell(f"cancelled ({reason}): {left} points not measured")
 
     def end(self, run: RunState, point: PointState, reason: str | None) -> int:
         """Record the run's end, and its unfinished points with state `point`. Returns their number."""
