@@ -30,11 +30,11 @@ from orchestrator.judge.fleet import judge_cards
 from orchestrator.judge.rules import Gates, load_gates
 from orchestrator.judge.verdicts import judge
 from orchestrator.report import charts, history
+from orchestrator.report import runs as run_texts
 from orchestrator.report.compare import Comparison, Side, compare
 from orchestrator.report.history import History
 from orchestrator.report.now import Section, sections
 from orchestrator.report.results import Cell, cells, curve, roofline, stages
-from orchestrator.report.runs import Note, notes
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, exporter, queries
 
@@ -64,9 +64,9 @@ cards = _read(judge_cards)
 
 
 @_read
-def run_notes(store: Store, frame: pd.DataFrame) -> dict[str, Note]:
+def run_notes(store: Store, frame: pd.DataFrame) -> dict[str, run_texts.Note]:
     """Commit, headline figure and difference from the run below, of each run of a list, by id."""
-    return notes(store, frame)
+    return run_texts.notes(store, frame)
 
 
 @_read
@@ -80,6 +80,12 @@ def now(store: Store) -> list[Section]:
 def kind_charts(store: Store, run_id: str, kind: str, state: str, tally: str) -> list[charts.Chart]:
     """The charts of a run's kind; `state` and `tally` are part of the cache's key only."""
     return charts.kind_charts(store, run_id, kind)
+
+
+@st.cache_data(ttl=20, max_entries=200, show_spinner=False, hash_funcs={Store: id})
+def answer(store: Store, run_id: str, tally: str) -> str:
+    """What a run found out, in words; `tally` is part of the cache's key only."""
+    return run_texts.answer(store, run_id)
 
 
 def running(store: Store, run_id: str) -> list[dict[Any, Any]]:

@@ -113,7 +113,14 @@ def _run_now(store: Store, run_id: str, live: bool) -> None:
     if run["reason"]:
         mistakes = map(parts.plain, run["reason"].splitlines())  # of a refused job: one a line
         st.warning(f"**{run['state']}**: " + "\n\n".join(mistakes), icon=":material/info:")
-    st.progress(parts.progress(run), text=f"{parts.tally(run)} of {parts.count(run['points'], 'point')}")
+    done = f"{parts.tally(run)} of {parts.count(run['points'], 'point')}"
+    if live:
+        st.progress(parts.progress(run), text=done)
+    else:
+        took = f" in {grids.took(run)}" if run["origin"] == Origin.MEASURED else ""
+        device = f" on {parts.plain(run['gpu'] or run['host'])}" if run["gpu"] or run["host"] else ""
+        answer = parts.plain(data.answer(store, run_id, done))
+        st.markdown(f"{done}{took}{device}" + f": **{answer}**" * bool(answer))
     points = data.points(store, run_id)
     for point in data.running(store, run_id):
         with st.container(horizontal=True, vertical_alignment="center"):

@@ -56,9 +56,11 @@ def runs(store: Store, frame: pd.DataFrame, *, title: str) -> None:
 
 
 def run(row: Mapping[str, Any], points: pd.DataFrame, events: pd.DataFrame) -> None:
-    fields = ("run_id", "kind", "state", "origin", "source", "git_commit", "git_branch", "git_dirty", "code_hash")
+    fields = ("run_id", "kind", "state", "answer", "origin", "source", "git_commit", "git_branch", "git_dirty")
     row = {**row, "state": run_in_words(row)}
-    _fields(row, (*fields, "submission_id", "person", "tags", "notes", "host", "artifacts", "artifact_store"))
+    _fields(
+        row, (*fields, "code_hash", "submission_id", "person", "tags", "notes", "host", "artifacts", "artifact_store")
+    )
     rows = []
     for p in points.to_dict("records"):
         reason = "; ".join(filter(None, (reason_in_words(p), again_in_words(p))))

@@ -149,12 +149,13 @@ def runs(
 def show(run: Run, point: Annotated[int | None, typer.Option(help="index of one point")] = None) -> None:
     """A run with its points, or one point with its metrics."""
     from orchestrator.cli import console, lookup
+    from orchestrator.report.runs import answer
     from orchestrator.store import queries
 
     with lookup.open_store() as store:
         run_id = lookup.find_run(store, run)
         if point is None:
-            row = queries.run(store, run_id) or {}
+            row = {**(queries.run(store, run_id) or {}), "answer": answer(store, run_id) or None}
             console.run(row, queries.points(store, run_id), queries.events(store, run_id))
         else:
             row = lookup.find_point(store, run_id, point)

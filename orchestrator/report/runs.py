@@ -9,13 +9,18 @@ from typing import Any
 import pandas as pd
 
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import readable
+from jobs.schema.quantities import Better, Quantity, Role, readable
 from jobs.schema.states import run_in_words
+from orchestrator.judge.analysis import series_columns
+from orchestrator.report.bench import TIME, is_dense
+from orchestrator.report.series import Row, named, shape
 from orchestrator.report.table import Table, flat
 from orchestrator.store import Store, queries
 
 _MOST = 3  # differences that are shown
 _VALUE = 30  # characters of one
+_OURS = ("chunked", "triton")  # NSA on a CPU and on a GPU
+_LOSS = "heldout_loss"
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,42 @@ def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
         )
     filled = [name for name in cells[0] if any(row[name] for row in cells)]
     return Table.of(title, "", [{name: row[name] for name in filled} for row in cells])
+
+
+def answer(store: Store, run_id: str) -> str:
+    """What a run found out, in words: NSA beside the fastest dense attention, or of kind peers the fastest other
+    implementation, at the longest length that has both, by the first quantity of its kind and by the held-out loss;
+    else its headline figure. "" before the first."""
+    numbers, quantities = queries.measurements(store, run_ids=[run_id]), queries.quantities(store, [run_id])
+    present = [name for name in quantities.names(role=Role.HEADLINE) if name in set(numbers["metric"])]
+    told = []
+    for quantity in (quantities.of(name) for name in present if name in (present[0], _LOSS)):
+        rows = numbers.loc[numbers["metric"] == quantity.name].sort_values("value")
+        alike = [column for column in (*series_columns(rows), "batch") if column != "implementation"]
+        both: list[tuple[Row, Row]] = []
+        for _, group in rows.groupby(["seq_len", *alike], dropna=False):
+            ordered = group.to_dict("records")[:: -1 if quantity.better is Better.HIGHER else 1]
+            nsa = [row for row in ordered if row["implementation"] in _OURS]
+            rest = [row for row in ordered if row not in nsa]
+            others = [row for row in rest if row["kind"] == "peers" or is_dense(row["implementation"] or "")]
+            if nsa and others:
+                both.append((nsa[0], others[0]))
+        if both:
+            told.append(_beside(*both[-1], quantity))
+    return "; ".join(told) or named(_figure(queries.headlines(store, [run_id]).get(run_id)))
+
+
+def _beside(nsa: Row, other: Row, quantity: Quantity) -> str:
+    names = named(nsa["implementation"]), other["implementation"]
+    if quantity.name != TIME:
+        values = (
+            f"{readable(row['value'], row['unit'])} of {name}" for row, name in zip((nsa, other), names, strict=True)
+        )
+        return f"{quantity.legend} {', '.join(values)}"
+    (fast, first), (slow, second) = sorted(zip((nsa["value"], other["value"]), names, strict=True))
+    length = "" if pd.isna(nsa["seq_len"]) else f" at S={nsa['seq_len']:,.0f}"
+    where = ", ".join(filter(None, (nsa["pass"], shape(nsa))))
+    return f"{first} is {slow / fast:.3g} times as fast as {second}{length} ({where})"
 
 
 def _figure(row: Mapping[str, Any] | None) -> str:

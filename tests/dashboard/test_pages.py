@@ -161,6 +161,8 @@ def test_a_run_in_detail(complete: str):
     assert points["State"].str.contains("hang").sum() == 1
     assert points["Time"].str.contains("ms").sum() == 24  # none for failed points
     said = text(app)
+    about = "24 ok · 3 failed · 1 skipped of 28 points in 2 min on bench1"
+    assert f"{about}: **dense is 1.53 times as fast as chunked at S=4,096 (forward+backward, 12/2 d64)**" in said
     assert "c0ffee" in said
     assert "with uncommitted changes" in said
     assert "the database was away" in said
