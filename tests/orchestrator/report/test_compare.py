@@ -39,10 +39,10 @@ def changes(random: np.random.Generator, slower: int = 0, number: int = 20) -> l
 
 def test_repeats_of_a_commit_raise_no_alarm_and_a_slowdown_of_3_percent_is_found() -> None:
     random = np.random.default_rng(7)
-    again = [change for _ in range(8) for change in changes(random)]
+    again = [change for _ in range(20) for change in changes(random)]
     assert sum(change in (Change.WORSE, Change.BETTER) for change in again) <= 0.01 * len(again)
     assert again.count(Change.SAME) > 0.9 * len(again)
-    found = [change for _ in range(8) for change in changes(random, slower=3)[:3]]
+    found = [change for _ in range(20) for change in changes(random, slower=3)[:3]]
     assert found.count(Change.WORSE) >= 0.95 * len(found)
 
 
