@@ -60,6 +60,9 @@ def _newest_pair(runs: pd.DataFrame) -> tuple[int, int]:
 
 def _result(comparison: Comparison) -> None:
     cells, quantity = comparison.cells, comparison.quantity
+    if not cells:
+        st.info(parts.plain(parts.named(summary(comparison))), icon=":material/help:")
+        return
     color, icon = _LOOKS[min((cell.change for cell in cells), key=list(Change).index)]
     st.subheader(f":{color}[:material/{icon}:] {parts.plain(parts.named(summary(comparison)))}")
     table, others = tables(comparison)

@@ -48,7 +48,7 @@ class Change(StrEnum):
     BETTER = "better"
     AMBIGUOUS = "ambiguous"
     SAME = "same"
-    LACKING = "lacking"  # as FAILED, but for another reason: skipped, not planned, not ended
+    LACKING = "lacking"  # as FAILED, but for another reason: skipped, not ended
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Comparison:
     other: Side
     quantity: Quantity
     cells: tuple[Compared, ...]
-    missing: Counter[str]  # why the first side lacks cells that the other has, and how many
+    missing: Mapping[str, Counter[str]]  # by the name of a side: why it has no such cells as the other, and how many
     differences: Mapping[str, tuple[str, str]]  # what differs in the environments, with the values of both
 
 
@@ -121,7 +121,7 @@ def compare(
         raise UserError(_NO_VALUE.format(metric, first.name))
     for other in others:
         beside, after = _measured(store, other, metric)
-        pairs, failed, lacking = [], [], []
+        pairs, failed, lacking, unplanned = [], [], [], Counter[str]()
         for cell, one in base.items():
             if cell in beside:
                 floor = max(floors.get(cell, 0.0), one.apart, beside[cell].apart)
@@ -129,14 +129,17 @@ def compare(
                 pairs.append(replace(pair, p=0.0) if metric in _REPEATED and not math.isnan(pair.ratio) else pair)
                 continue
             # Cells that ended out of memory were once only counted, and a commit with a quick rest passed.
-            why = after.get(cell, "not planned")
+            if (why := after.get(cell)) is None:  # most cells, where the one side is of few points
+                unplanned["not planned"] += 1
+                continue
             change = Change.FAILED if why in FAILED else Change.LACKING
             gone = Compared(cell, one, _NOTHING, threshold, note=why, change=change)
             (failed if change is Change.FAILED else lacking).append(gone)
         if not beside and not failed:
             raise UserError(_NO_VALUE.format(metric, other.name))
         cells = judged(pairs, quantity.better or Better.LOWER)
-        missing = Counter(before.get(cell, "not planned") for cell in beside if cell not in base)
+        ours = Counter(before.get(cell, "not planned") for cell in beside if cell not in base)
+        missing = {first.name: ours, other.name: unplanned}
         differences = _differences(store, cells)
         comparisons.append(Comparison(first, other, quantity, (*failed, *cells, *lacking), missing, differences))
     return comparisons
@@ -293,7 +296,10 @@ def summary(comparison: Comparison) -> str:
         if not math.isnan(each.ratio):
             logs[dict(each.cell).get("implementation", "")].append(math.log(each.ratio))
     means = [f"{name} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
-    reasons = ", ".join(f"{number} {why}" for why, number in comparison.missing.items())
-    lacking = [f"{comparison.first.name} lacks {comparison.missing.total()} cells ({reasons})"] if reasons else []
+    lacking = [
+        f"{side} lacks {reasons.total()} cells ({', '.join(f'{number} {why}' for why, number in reasons.items())})"
+        for side, reasons in comparison.missing.items()
+        if reasons
+    ]
     counts = f"{len(comparison.cells)} cells: {', '.join(parts) or 'none in common'}"
     return "; ".join([counts, *([f"mean ratios: {', '.join(means)}"] if means else []), *lacking])
