@@ -91,6 +91,7 @@ class Child:
             os.close(writing)
         self.inbox = messages.Inbox(reading)  # its events
         self.pid = self._process.pid
+        self._seen: dict[int, psutil.Process] = {}
 
     def send(self, command: messages.Command) -> None:
         """Send a command. Ignored if the process has died; see `alive`."""
@@ -103,13 +104,22 @@ class Child:
         """False once the process has ended. Does not reap it: its process group's number stays taken."""
         return self._process.returncode is None and post_mortem.child_runs(self.pid)
 
+    def note_descendants(self) -> None:
+        """Remember them for `kill`: once the process has died, a daemon with variables of its own is in no tree."""
+        pids = [self.pid]
+        for pid in pids:  # which grow meanwhile
+            with contextlib.suppress(OSError, psutil.Error):  # it has ended
+                self._seen[pid] = self._seen.get(pid) or psutil.Process(pid)
+                for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                    pids += map(int, children.read_text().split())
+
     def tree(self) -> list[psutil.Process]:
-        """The process and its descendants, those included whose parents have ended; empty once it is gone."""
-        try:
+        """The process and its descendants, those included whose parents have ended."""
+        found = dict(self._seen)
+        with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            found |= {process.pid: process for process in (root, *root.children(recursive=True))}
+        return [process for process in found.values() if process.is_running()]
 
     def new_output(self) -> list[messages.File]:
         """Output since the last call, as stdout.txt and stderr.txt; empty ones are left out."""
@@ -239,6 +249,7 @@ class DeadlineWatch:
                 case messages.Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
+            self.child.note_descendants()
             memory = psutil.virtual_memory()
             self._low_memory = memory.available < _LOW_MEMORY * memory.total
             return events, self._overdue()

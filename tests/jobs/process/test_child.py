@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import is_alive
 
-from jobs.process.child import ran_out_of_memory
+from jobs.process.child import Child, DeadlineWatch, ran_out_of_memory
+from jobs.process.messages import Probe
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,3 +100,28 @@ def test_a_process_and_its_group_do_not_outlive_its_parent(how: str, tmp_path: P
     parent.kill()
     parent.wait()
     assert psutil.wait_procs([child, grandchild], timeout=10)[1] == []
+
+
+SHEDDING = """
+    import subprocess, sys, time
+    from jobs.process.messages import Beat
+    def answer(command, channel):
+        start = "print(subprocess.Popen(['sleep', '600'], start_new_session=True, env={}, stdout=2).pid)"
+        daemon = subprocess.run([sys.executable, "-c", f"import subprocess; {start}"], stdout=subprocess.PIPE, env={})
+        channel.send(Beat(daemon.stdout.decode().strip()))
+        time.sleep(600)
+"""
+
+
+def test_a_daemon_without_the_points_variables_ends_with_the_point_that_died(tmp_path: Path) -> None:
+    (tmp_path / "shedding.py").write_text(textwrap.dedent(SHEDDING))
+    child = Child("shedding:answer", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    watch = DeadlineWatch(child)
+    child.send(Probe("cpu"))
+    while not watch.phase:
+        watch.step()
+    daemon = psutil.Process(int(watch.phase))
+    assert daemon.environ() == {}
+    os.kill(child.pid, signal.SIGKILL)
+    child.discard()
+    assert not is_alive(daemon)

@@ -210,7 +210,9 @@ def test_no_progress_since_the_start_is_a_hang_after_the_start_up_deadline(measu
 def test_deadlines_count_from_the_end_of_waiting(monkeypatch) -> None:
     now, beats = [0.0], [messages.Beat(WAITING + "room", 0, 2)]
     monkeypatch.setattr("jobs.process.child.time", SimpleNamespace(monotonic=lambda: now[0]))
-    process: Any = SimpleNamespace(alive=lambda: True, inbox=SimpleNamespace(receive=lambda wait: beats))
+    process: Any = SimpleNamespace(
+        alive=lambda: True, note_descendants=lambda: None, inbox=SimpleNamespace(receive=lambda wait: beats)
+    )
     watch = child.DeadlineWatch(process, startup_s=8, heartbeat_s=8, whole_s=8, _start=0.0)
     for now[0] in (1, 8, 15, 22):
         assert watch.step()[1] is None
@@ -241,7 +243,7 @@ def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
     """Each read of the pipe is of phases, at a time."""
     clock = [0.9]
     monkeypatch.setattr("jobs.process.child.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    process: Any = SimpleNamespace(alive=lambda: True)
+    process: Any = SimpleNamespace(alive=lambda: True, note_descendants=lambda: None)
     watch = child.DeadlineWatch(process, _start=0.0, _read=0.9)
     for clock[0], phases in reads.items():
         beats = [
