@@ -11,16 +11,18 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
@@ -75,8 +77,14 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     dashboard += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
     dashboard += ["--browser.gatherUsageStats=false"]
-    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", "").strip("/")  # behind a proxy
-    dashboard_url = f"http://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
+    server: dict[str, Any] = {}  # Streamlit's section, of the user's files
+    for folder in ("~", SOURCES if installation() is Installation.CHECKOUT else settings.home):
+        with suppress(OSError, ValueError, RuntimeError):  # of a user without a home
+            file = Path(folder).expanduser() / ".streamlit" / "config.toml"
+            server |= tomllib.loads(file.read_text()).get("server", {})
+    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", str(server.get("baseUrlPath", ""))).strip("/")
+    scheme = "https" if os.environ.get("STREAMLIT_SERVER_SSL_CERT_FILE", server.get("sslCertFile")) else "http"
+    dashboard_url = f"{scheme}://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
     ray_url, port, home = settings.ray_dashboard.rstrip("/"), settings.dashboard_port, settings.home
     return [
         Service("ray", (*ray, *ray_options), ray_url, ray_port, "/api/version", "ray_version", home / "ray"),
@@ -150,7 +158,10 @@ def _get(url: str) -> tuple[int, bytes]:
     try:
         # A host with http_proxy and no no_proxy asked the proxy for its own loopback: `nsa up` waited in vain.
         local = urlsplit(url).hostname in LOOPBACKS
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))
+        proxies = urllib.request.ProxyHandler({} if local else None)
+        # A certificate is for the name that browsers use, not for loopback.
+        context = ssl._create_unverified_context() if local else None  # pyright: ignore[reportPrivateUsage]
+        opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
         with opener.open(url, timeout=2) as answer:
             return answer.status, answer.read(4096)
     except urllib.error.HTTPError as err:

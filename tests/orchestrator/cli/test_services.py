@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -104,6 +106,25 @@ def test_the_path_of_a_proxy_is_part_of_the_address(settings: Settings, monkeypa
         dashboard = services.local_services(settings)[1]
         assert dashboard.url.endswith(f":{settings.dashboard_port}/nsa")
         assert dashboard.healthy
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_address(settings: Settings) -> None:
+    made = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=bench.example", "-keyout", "key"]
+    subprocess.run([*made, "-out", "cert"], cwd=settings.home, check=True, capture_output=True)
+    (settings.home / ".streamlit").mkdir()  # HOME is the same
+    own = settings.home / ".streamlit" / "config.toml"
+    own.write_text('[server]\nbaseUrlPath = "nsa"\nsslCertFile = "cert"\nsslKeyFile = "key"')
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings.home / "cert", settings.home / "key")
+    with HTTPServer(("127.0.0.1", settings.dashboard_port), _HealthyBelowNsa) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        dashboard = services.local_services(settings)[1]
+        assert dashboard.url == f"https://127.0.0.1:{settings.dashboard_port}/nsa"
+        assert dashboard.healthy
+    own.write_text("no TOML")
+    assert services.local_services(settings)[1].url == f"http://127.0.0.1:{settings.dashboard_port}"
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:
