@@ -16,6 +16,7 @@ from rich.text import Text
 from jobs.schema.plain_text import in_a_line, printable
 
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
+_WIDTH_OF_A_PIPE = 200
 
 output_lost = False
 """Whether a part of the output could not be written, although somebody may miss it."""
@@ -95,3 +96,9 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
+
+
+def wide_console() -> Console:
+    """Console on standard output, 200 columns wide if that is a file or a pipe; it breaks no line but a table's."""
+    width = None if Console().is_terminal else _WIDTH_OF_A_PIPE
+    return PlainConsole(width=width, markup=False, soft_wrap=True)

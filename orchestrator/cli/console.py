@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 from rich.text import Text
@@ -12,14 +12,15 @@ from rich.text import Text
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import readable, readable_interval
 from jobs.schema.states import again_in_words, phase_in_words, reason_in_words, run_in_words
-from orchestrator.cli.services import Service
-from orchestrator.judge.decisions import Decision
-from orchestrator.judge.steps import Step
 from orchestrator.report.runs import table as list_of_runs
-from orchestrator.report.summary import wide_console
 from orchestrator.report.table import Table
 from orchestrator.store import Store
-from orchestrator.terminal import say
+from orchestrator.terminal import say, wide_console
+
+if TYPE_CHECKING:  # each command imports what it needs itself
+    from orchestrator.cli.services import Service
+    from orchestrator.judge.decisions import Decision
+    from orchestrator.judge.steps import Step
 
 out = wide_console()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.schema.plain_text import shown
 from jobs.schema.states import Origin
 from orchestrator.errors import UserError
-from orchestrator.report.compare import Side
 from orchestrator.settings import Settings, example_spec, load_settings
 from orchestrator.store import Store, queries
+
+if TYPE_CHECKING:
+    from orchestrator.report.compare import Side
 
 _COMMIT = 7  # hexadecimal digits by which a commit may be named
 
@@ -52,9 +54,9 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 def find_side(store: Store, text: str) -> Side:
     """The run that `text` names, as for `find_run`; else the measured runs of the commit that begins so."""
-    runs = queries.runs(store, origin=Origin.MEASURED)
-    commits = runs["git_commit"].fillna("")
-    if len(text) >= _COMMIT and (of_commit := runs.loc[commits.str.startswith(text), "run_id"].tolist()):
+    from orchestrator.report.compare import Side  # takes long to import
+
+    if len(text) >= _COMMIT and (of_commit := queries.run_ids(store, origin=Origin.MEASURED, commit=text)):
         return Side(f"commit {text}", tuple(of_commit))
     run_id = find_run(store, text)
     return Side(run_id, (run_id,))

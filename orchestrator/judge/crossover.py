@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import Any
 
 from orchestrator.judge.candidates import Candidate, find
 from orchestrator.judge.evidence import Run, preferred
 from orchestrator.judge.growth import short
 from orchestrator.judge.rules import Crossover, Gates, RatioRule
-from orchestrator.judge.scope import Hardware, Scope
+from orchestrator.judge.scope import LENGTH, Hardware, Scope
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,13 @@ def crossings(runs: Sequence[Run], gates: Gates) -> list[Crossing]:
         about = {"rule": "crossover", "kind": "ratio", "measure": "run it", "at_most": 1}
         rule, scope = RatioRule.model_validate(about | sides), Scope(workload.where, hardware)
         newest: dict[int, tuple[Candidate, Run]] = {}
+        both: dict[Any, set[int]] = {}  # lengths of both sides, of runs that are alike
         for run in preferred(runs, scope):
+            if (alike := (run.shape, run.name)) not in both:
+                above, below = (run.measured(scope, side.where) for side in (rule.numerator, rule.denominator))
+                both[alike] = above & below if LENGTH in rule.same else above
+            if both[alike] <= newest.keys():
+                continue  # without reading it: all of its lengths are those of newer runs
             here: dict[int, tuple[Candidate, Run]] = {}
             for pair in find(rule, run, scope).candidates:  # the fastest of several dense attentions counts
                 if pair.seq_len and (pair.seq_len not in here or here[pair.seq_len][0].value < pair.value):

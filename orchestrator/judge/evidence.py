@@ -28,7 +28,7 @@ from orchestrator.git import git
 from orchestrator.judge.analysis import Fit, scaling_fits
 from orchestrator.judge.scope import LENGTH, Hardware, Row, Scope, Where, is_among
 from orchestrator.settings import SOURCES
-from orchestrator.store import Store, models, queries
+from orchestrator.store import Store, models
 from orchestrator.store.models import Attempt, Environment, Metric, Point
 from orchestrator.store.views import v_metrics, v_points
 
@@ -50,6 +50,7 @@ class Part:
 
     row: Row
     lengths: set[Any]
+    ok: set[Any]  # the lengths at which a point has metrics
     failed: set[Any]  # the lengths at which a point failed
 
     def lengths_in(self, scope: Scope) -> set[Any]:
@@ -69,7 +70,7 @@ class Run:
     state: RunState
     commit: str | None
     minutes: float | None  # its duration; None if it has not ended, or was resumed after a pause
-    shape: int  # runs of the same number have the same parts
+    shape: int  # runs of the same number have the same parts, but for the run's name in their rows
     parts: Sequence[Part]  # its points by coordinates, whatever became of them
     states: Mapping[PointState, int]  # number of its points by state
     complete: bool  # whether it is done, or was and all that its points are still counts while some are measured again
@@ -84,6 +85,8 @@ class Run:
 
     def lengths(self, scope: Scope) -> Mapping[Series, int]:
         """The number of lengths of each series in the scope, whatever became of the points."""
+        if not is_among(self.name, scope.where.run_name):
+            return {}
         if self.shape not in scope.lengths:
             series: dict[Series, set[Any]] = defaultdict(set)
             for part in self.parts:
@@ -91,6 +94,11 @@ class Run:
                     series[series_of(part.row)] |= lengths
             scope.lengths[self.shape] = {name: len(lengths) for name, lengths in series.items()}
         return scope.lengths[self.shape]
+
+    def measured(self, scope: Scope, *more: Where) -> set[Any]:
+        """The lengths of the points in the scope that match all further filters and have metrics."""
+        parts = (part for part in self.parts if all(each.matches(part.row) for each in more))
+        return {length for part in parts for length in part.ok & part.lengths_in(scope)}
 
     def failed(self, scope: Scope) -> bool:
         """Whether a point in the scope failed."""
@@ -105,6 +113,8 @@ class Run:
         """Rows of a metric that are in the scope and match all further filters."""
         if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
             return []
+        if metric not in self._metrics and not self.measured(scope, *more):
+            return []  # without reading them
         rows = self._values(metric)
         return [row for row in rows if scope.matches(row) and all(each.matches(row) for each in more)]
 
@@ -220,52 +230,60 @@ class Source:
 
 def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     """The measured runs, newest first. Raises StoreUnavailable."""
-    rows: list[Row] = [
-        {str(name): None if value is pd.NaT or value != value else value for name, value in row.items()}
-        for row in queries.runs(store, run_ids=run_ids, origin=Origin.MEASURED).to_dict("records")
-    ]
+    columns = (models.Run.id, models.Run.name, models.Run.kind, models.Run.state, models.Run.resumed)
+    more = (models.Run.git_commit, models.Run.git_dirty, models.Run.created_at, models.Run.ended_at)
+    query = select(*columns, *more).where(models.Run.origin == Origin.MEASURED)
+    query = query.order_by(models.Run.created_at.desc(), models.Run.id)
+    with store.session() as session:
+        rows = session.execute(query if run_ids is None else query.where(models.Run.id.in_(run_ids))).all()
     groups, source = _groups(store, run_ids), Source(store, run_ids)
+    here = in_history(frozenset(row.git_commit for row in rows if row.git_commit))
     shapes: dict[frozenset, int] = {}
     runs: list[Run] = []
     for row in rows:
         parts: dict[tuple, Part] = {}
         states: Counter[PointState] = Counter()
-        for _, state, card, more, *values, number, with_length, lengths in groups.get(row["run_id"], ()):
+        of_run = groups.get(row.id, [])
+        gpu = max((card for _, _, card, *_ in of_run if card), default=None)
+        for _, state, card, more, *values, number, with_length, lengths in of_run:
             states[state] += number
             # A failed point may lack its GPU; with its run's, a rule about one GPU sees the failure.
-            point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or row["gpu"]}
-            point |= {"kind": row["kind"], "run_name": row["name"]}
+            point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or gpu}
+            point |= {"kind": row.kind}
             own = sorted((json.loads(more or "{}") or {}).items())
             point |= {MORE + name: value for name, value in own if value is not None}
-            part = parts.setdefault(tuple(point.items()), Part(point, set(), set()))
+            part = parts.setdefault(tuple(point.items()), Part(point | {"run_name": row.name}, set(), set(), set()))
             found = {*map(int, lengths.split(",") if lengths else ()), *([None] if with_length < number else [])}
-            for known in (part.lengths, part.failed) if state in FAILED else (part.lengths,):
-                known |= found
-        measured = frozenset((key, frozenset(part.lengths)) for key, part in parts.items())
-        commit, foreign = row["git_commit"] and str(row["git_commit"])[:10], ""
+            part.lengths.update(found)
+            if state is PointState.OK or state in FAILED:
+                (part.failed if state in FAILED else part.ok).update(found)
+        measured = frozenset(
+            (key, *map(frozenset, (part.lengths, part.ok, part.failed))) for key, part in parts.items()
+        )
+        commit, foreign = row.git_commit and row.git_commit[:10], ""
         if not commit and (SOURCES / ".git").exists():  # without, as where it is installed, no commit is known
             foreign = "its commit is unknown"
-        elif commit and row["git_dirty"]:
+        elif commit and row.git_dirty:
             commit, foreign = f"{commit} (uncommitted changes)", "it ran with uncommitted changes"
-        elif commit and not in_history(commit):
+        elif commit and row.git_commit not in here:
             foreign = f"commit {commit} is not in this history"
-        whole = row["ended_at"] is not None and not row["resumed"]
-        state = RunState(row["stored_state"])
+        whole = row.ended_at is not None and not row.resumed
+        done = row.state is RunState.DONE
         runs.append(
             Run(
-                run_id=row["run_id"],
-                name=row["name"],
-                kind=row["kind"],
-                gpu=row["gpu"],
-                state=state,
+                run_id=row.id,
+                name=row.name,
+                kind=row.kind,
+                gpu=gpu,
+                state=row.state,
                 commit=commit or None,
-                minutes=(row["ended_at"] - row["created_at"]).total_seconds() / 60 if whole else None,
+                minutes=(row.ended_at - row.created_at).total_seconds() / 60 if whole else None,
                 shape=shapes.setdefault(measured, len(shapes)),
                 parts=list(parts.values()),
                 states=states,
-                complete=state is RunState.DONE or (row["resumed"] > 0 and all(each.settles for each in states)),
+                complete=done or (row.resumed > 0 and all(each.settles for each in states)),
                 foreign=foreign,
-                old=rows[0]["created_at"] - row["created_at"] > _OLD,
+                old=rows[0].created_at - row.created_at > _OLD,
                 source=source,
             )
         )
@@ -295,11 +313,12 @@ def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, list[Seque
 
 
 @cache
-def in_history(commit: str) -> bool:
-    """Whether a commit is an ancestor of the checkout's; True where there is no whole history to ask."""
+def in_history(commits: frozenset[str]) -> frozenset[str]:
+    """Those of the commits that are ancestors of the checkout's; all where there is no whole history to ask."""
     if git(SOURCES, "rev-parse", "--is-shallow-repository", "--show-prefix").stdout.split() != [b"false"]:
-        return True  # with a prefix, the repository is another one around a package
-    return git(SOURCES, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+        return commits  # with a prefix, the repository is another one around a package
+    known = "\n" + git(SOURCES, "rev-list", "HEAD").stdout.decode()
+    return frozenset(commit for commit in commits if f"\n{commit}" in known)
 
 
 def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
@@ -307,7 +326,12 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
 
     An older run exceeds one if it has all of its series, with at least as many lengths each, and more in all.
     """
-    complete = [(run, frozenset(lengths.items())) for run in runs if run.complete and (lengths := run.lengths(scope))]
+    if scope.preferred is not None:
+        return scope.preferred
+    one_of_each = {(run.shape, run.name): run for run in runs}  # of very many runs most are alike
+    series = {key: frozenset(lengths.items()) for key, run in one_of_each.items() if (lengths := run.lengths(scope))}
+    alike = [(run, series.get((run.shape, run.name))) for run in runs if run.complete] if series else []
+    complete = [(run, measured) for run, measured in alike if measured]
     oldest = {measured: place for place, (_, measured) in enumerate(complete)}
     exceeded_before = dict.fromkeys(oldest, -1)  # place of the oldest run that exceeds what was measured
     for more, place in oldest.items():
@@ -316,4 +340,5 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
             if all(counts.get(series, 0) >= number for series, number in measured):
                 exceeded_before[measured] = max(exceeded_before[measured], place)
     exceeded = {run.run_id for place, (run, measured) in enumerate(complete) if place < exceeded_before[measured]}
-    return sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)
+    scope.preferred = sorted((run for run, _ in complete), key=lambda run: run.run_id in exceeded)
+    return scope.preferred

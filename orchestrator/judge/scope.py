@@ -170,7 +170,7 @@ class Hardware(BaseModel):
         return fnmatchcase(name, self.gpu) and not longer and (_SLICE in self.gpu or _SLICE not in name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Scope:
     """The points that a rule is about: a filter, on one hardware if it names one."""
 
@@ -178,6 +178,7 @@ class Scope:
     hardware: Hardware | None = None
     whole: bool = False  # the points measured on all GPUs of the hardware; else those on one
     lengths: dict[int, Any] = field(default_factory=dict)  # of each shape of a run, as far as it was asked for
+    preferred: list[Any] | None = None  # the runs that verdicts rest on first, once it was asked for
 
     def matches(self, row: Row) -> bool:
         """Whether a row's point was measured on the hardware, and matches the filter."""

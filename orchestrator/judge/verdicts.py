@@ -211,7 +211,8 @@ def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> RuleV
                 gpu = next((run.gpu for run in case.runs if run.run_id == verdict.run_id and card is not here), None)
                 lesser = ", ".join(filter(None, (gpu, what)))
                 return replace(verdict, transferred=lesser, reason=f"transferred from {lesser}: {verdict.reason}")
-        if card is here and any(run.failed(scope) for run in preferred(case.runs, scope)):
+        unlike = {run.shape: run for run in preferred(case.runs, scope)}.values()
+        if card is here and any(run.failed(scope) for run in unlike):
             return None  # what fails on this card is not passed over for what ran on another
     return None
 

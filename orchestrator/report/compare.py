@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import shortened
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, PEAK_MEMORY, Better, Quantity, readable
-from jobs.schema.states import FAILED, Origin, PointState
+from jobs.schema.states import FAILED, PointState
 from orchestrator.errors import UserError
 from orchestrator.report.series import full_shape, text
 from orchestrator.report.table import Table, flat
@@ -225,15 +225,11 @@ def route_of(row: Mapping[Any, Any]) -> str:
 
 def _noise(store: Store, first: Side, others: Sequence[Side], metric: str) -> dict[Cell, float]:
     """The noise floor of each cell: how far apart medians of runs of one commit and spec have been, as a share."""
-    runs = queries.runs(store, origin=Origin.MEASURED)
-    names = runs.loc[runs["run_id"].isin(first.run_ids), "name"]
     compared = [run_id for other in others for run_id in other.run_ids]  # of the same commit, perhaps
-    alike = runs[runs["name"].isin(names) & (runs["git_dirty"] == 0) & ~runs["run_id"].isin(compared)]
-    repeats = alike.groupby(["spec_hash", "git_commit"]).filter(lambda group: len(group) > 1)
-    sources = dict(zip(repeats["run_id"], zip(repeats["spec_hash"], repeats["git_commit"], strict=True), strict=True))
+    sources = queries.repeats(store, first.run_ids, without=compared)
     values: dict[tuple[Cell, Any, Any], list[float]] = defaultdict(list)
-    for row in queries.measurements(store, run_ids=list(sources)).to_dict("records"):
-        if row["metric"] == metric and row["value"] > 0:
+    for row in queries.measurements(store, run_ids=[*sources], metric=metric).to_dict("records"):
+        if row["value"] > 0:
             values[cell_of(row), row["gpu"], sources[row["run_id"]]].append(row["value"])
     floors: dict[Cell, float] = {}
     for (cell, *_), found in values.items():

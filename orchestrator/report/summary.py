@@ -19,17 +19,9 @@ from orchestrator.report import bench
 from orchestrator.report.series import own_axes
 from orchestrator.report.table import Table, points_table
 from orchestrator.store import Store, queries
-from orchestrator.terminal import PlainConsole
 
 _ANSWER = {Result.GO: "yes", Result.NO_GO: "no", Result.UNKNOWN: "?"}
 _STYLE = {Result.NO_GO: "bold red", Result.GO: "bold green", Result.UNKNOWN: "bold yellow"}
-_WIDTH_OF_A_PIPE = 200
-
-
-def wide_console() -> Console:
-    """Console on standard output, 200 columns wide if that is a file or a pipe; it breaks no line but a table's."""
-    width = None if Console().is_terminal else _WIDTH_OF_A_PIPE
-    return PlainConsole(width=width, markup=False, soft_wrap=True)
 
 
 def print_evaluation(store: Store, run_id: str, gates_file: Path | None, console: Console) -> list[Decision]:

@@ -197,7 +197,7 @@ def _measure(
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         notes = recorder.close(stopped=lambda: stop.reason)
-    console, states = summary.wide_console(), scheduler.states + todo.settled
+    console, states = terminal.wide_console(), scheduler.states + todo.settled
     failures = todo.failures + scheduler.failures
     happened = RunState.FAILED if state is RunState.DONE and failures and not states[PointState.OK] else state
     words = run_in_words({"state": happened, "failed": failures, "points": states.total()})

@@ -6,6 +6,7 @@ columns. States, origins and results are plain strings.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -111,11 +112,15 @@ def runs(
     return _frame(store, runs_of(chosen, happened).add_columns(_UNDER_WAY).order_by(*_NEWEST_FIRST).limit(limit))
 
 
-def run_ids(store: Store, *, origin: Origin | None = None, limit: int | None = None) -> dict[str, str | None]:
-    """Ids of the runs, newest first, each with the submission id of its Ray job."""
+def run_ids(
+    store: Store, *, origin: Origin | None = None, commit: str = "", limit: int | None = None
+) -> dict[str, str | None]:
+    """Ids of the runs, of a commit that begins so, newest first, each with the submission id of its Ray job."""
     query = select(Run.id, Run.submission_id).order_by(*_NEWEST_FIRST).limit(limit)
     if origin is not None:
         query = query.where(Run.origin == origin)
+    if commit:
+        query = query.where(Run.git_commit.istartswith(commit, autoescape=True))
     with store.session() as session:
         return {row.id: row.submission_id for row in session.execute(query)}
 
@@ -124,6 +129,17 @@ def run(store: Store, run_id: str) -> dict[str, Any] | None:
     """One run: the columns of `runs`, its spec and its provenance; None if the id is unknown."""
     more = (_UNDER_WAY, Run.spec, Run.code_hash, Run.artifacts, Run.artifact_store, Run.labelled_at)
     return next(iter(_mappings(store, runs_of(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
+
+
+def repeats(store: Store, run_ids: Sequence[str], without: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Measured runs of the same names as these, and their spec and commit, which another of them has, too; by id."""
+    names = select(Run.name).where(Run.id.in_(run_ids))
+    query = select(Run.id, Run.spec_hash, Run.git_commit).where(Run.name.in_(names), Run.id.not_in(without))
+    known = query.where(Run.origin == Origin.MEASURED, Run.git_commit.is_not(None), Run.git_dirty.is_(False))
+    with store.session() as session:
+        found = {row.id: (row.spec_hash, row.git_commit) for row in session.execute(known)}
+    times = Counter(found.values())
+    return {run_id: source for run_id, source in found.items() if times[source] > 1}
 
 
 def specs(store: Store, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -322,9 +338,10 @@ def scaling(store: Store, *, run_ids: Sequence[str] | None = None, origin: Origi
     return _frame(store, query if origin is None else query.where(v_scaling.c.origin == Origin(origin).value))
 
 
-def measurements(store: Store, *, run_ids: Sequence[str] | None = None) -> pd.DataFrame:
-    """Rows of the view v_metrics: all metrics of the ok points."""
-    return _frame(store, _view(v_metrics, run_ids, "run_id", "point_id", "metric"))
+def measurements(store: Store, *, run_ids: Sequence[str] | None = None, metric: str | None = None) -> pd.DataFrame:
+    """Rows of the view v_metrics: all metrics (or one) of the ok points."""
+    query = _view(v_metrics, run_ids, "run_id", "point_id", "metric")
+    return _frame(store, query if metric is None else query.where(v_metrics.c.metric == metric))
 
 
 def states(store: Store, *, run_ids: Sequence[str] | None = None) -> pd.DataFrame:

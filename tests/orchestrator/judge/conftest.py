@@ -9,4 +9,4 @@ from orchestrator.judge import evidence
 
 @pytest.fixture(autouse=True)
 def _made_up_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "in_history", lambda commit: not commit.startswith("ffff"))
+    monkeypatch.setattr(evidence, "in_history", lambda all: {each for each in all if not each.startswith("ffff")})
