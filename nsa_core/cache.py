@@ -113,12 +113,12 @@ class _Cache:
             raise InputError("capacity", self.capacity, f"use at least {self.length + tokens}, the tokens to be held")
 
     def make_room(self, k: Tensor) -> None:
-        """Make room for one more token, with keys k [B,1,..].
+        """Make room for more tokens, with keys k [B,S,..].
 
         Raises:
             InputError: as `check`, or k has another dtype, or a graph is being captured of a cache without a capacity.
         """
-        self.check(len(k), 1)
+        self.check(*k.shape[:2])
         held = self._every_token[0].buffer.dtype
         if k.dtype != held:
             raise InputError("dtype", k.dtype, f"continue in {held}, as the cache was filled, with autocast on or off")
@@ -126,7 +126,7 @@ class _Cache:
             on_gpu = self.position is not None and self.position.is_cuda
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 raise InputError("capacity", None, "a CUDA graph needs new_cache(capacity=...): growing moves tensors")
-            tokens = self.length + 1
+            tokens = self.length + k.shape[1]
             for part in self._every_token:
                 part.reserve(tokens, part.buffer)
             for part in self._compressed:

@@ -99,8 +99,8 @@ class NativeSparseAttention(nn.Module):
     def forward(self, x: Tensor, cache: NSACache | None = None, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
 
-        With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. The prefill of
-        an empty cache runs as one operator, later tokens one by one.
+        With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. Several tokens
+        are a prefill, of an empty cache or behind what it holds; one is a step of decoding.
 
         Args:
             cu_seqlens: bounds, int32 [sequences + 1], of sequences packed into the B·S tokens; none sees another, and
@@ -115,7 +115,7 @@ class NativeSparseAttention(nn.Module):
                 raise InputError("branches", self.branches, "use all three to decode with a cache")
             _check_cache(cache, x, cu_seqlens)
             if cache.length > 0 and x.shape[1] > 1:
-                return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
+                return self.out_proj(self._continued(x, cache).flatten(2))
             if cache.length > 0:
                 select = self.backend if isinstance(self.backend, str) else self.backend.get("select", "auto")
                 heads = self._heads_of(x)
@@ -138,6 +138,22 @@ class NativeSparseAttention(nn.Module):
             cache.take(k, v)
             cache.add_compressed(k_cmp, v_cmp)
         return self.out_proj(out.flatten(2))
+
+    def _continued(self, x: Tensor, cache: NSACache) -> Tensor:
+        """Attention [B,S,Hq,D] of several tokens behind those of the cache, which takes them."""
+        cache.recount()
+        q, k, v, gates = self._project(x, cache.length + torch.arange(x.shape[1], device=x.device))
+        cache.make_room(k[0])
+        news = (cache.k_open, k[0]), (cache.v_open, v[0]), (cache.k_win, k[2]), (cache.v_win, v[2])
+        k_open, v_open, k_win, v_win = (torch.cat((held.in_order(), new.detach()), 1) for held, new in news)
+        first = cache.k_cmp.length * self.config.cmp_stride  # token of the next compressed one
+        cache.take(k, v)
+        at = first - (cache.length - k_open.shape[1])
+        cache.add_compressed(*self._compress(k_open[:, at:], v_open[:, at:], first))
+        window = nsa_attention(q, k_win, v_win, gates, self.config, backend=self.backend, branches=("win",))
+        keys, values, k_cmp, v_cmp = (y.values() for y in (cache.k_slc, cache.v_slc, cache.k_cmp, cache.v_cmp))
+        options = {"k_cmp": k_cmp, "v_cmp": v_cmp, "backend": self.backend, "branches": ("cmp", "slc")}
+        return window + nsa_attention(q, keys, values, gates, self.config, **options)
 
     def _packed(self, x: Tensor, packing: Packing) -> Tensor:
         """Attention [total,Hq,D] of sequences packed into x [1,total,dim]."""
@@ -216,22 +232,27 @@ class DenseAttention(nn.Module):
         """Attend as NativeSparseAttention.forward, densely."""
         if cache is not None:
             _check_cache(cache, x, cu_seqlens)
-            if cache.length > 0 and x.shape[1] > 1:
-                return torch.cat([self.forward(token, cache) for token in x.split(1, 1)], 1)
         heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)  # [B,S,heads,D]
-        if cache is not None and cache.length > 0:
-            return self.out_proj(dense_step(q, k, v, cache, theta=self.rope_theta).flatten(2))
+        behind = cache if cache is not None and cache.length > 0 else None
+        if behind is not None and x.shape[1] == 1:
+            return self.out_proj(dense_step(q, k, v, behind, theta=self.rope_theta).flatten(2))
         bounds, positions = None, torch.arange(x.shape[1], device=x.device)
+        if behind is not None:
+            behind.recount()
+            behind.make_room(k)
+            positions += behind.length
         if cu_seqlens is not None:
             q, k, v = (y.flatten(0, 1) for y in (q, k, v))
             packing = Packing.of(cu_seqlens, len(q), x.device, NSAConfig())
             bounds, positions = packing.bounds, packing.positions
         cos, sin = angles(positions, self.head_dim, self.rope_theta, q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = dense_attention(q, k, v, cu_seqlens=bounds)
         if cache is not None:
             cache.take(k, v)
+        if behind is not None:
+            k, v = behind.k.values(), behind.v.values()
+        out = dense_attention(q, k, v, cu_seqlens=bounds)
         return self.out_proj(out.reshape(*x.shape[:2], out.shape[-2] * out.shape[-1]))  # -1 takes no empty batch
 
 

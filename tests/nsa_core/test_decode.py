@@ -36,11 +36,15 @@ CONFIGS = {
 }
 
 
+CHUNKS = [3, 20, 22, 41, 43, 72]
+
+
 @pytest.mark.parametrize(
-    ("name", "cuts"), [*((name, []) for name in CONFIGS), *(("mean", [cut]) for cut in (1, 7, 8, 40, 65, LENGTH - 1))]
+    ("name", "cuts"),
+    [*((name, cuts) for name in CONFIGS for cuts in ([], CHUNKS)), *(("mean", [cut]) for cut in (1, 7, 8, 40, 65, 74))],
 )
 @torch.no_grad()
-def test_a_prefill_and_steps_give_what_prefill_gives(name: str, cuts: list[int]) -> None:
+def test_prefills_and_steps_give_what_one_prefill_gives(name: str, cuts: list[int]) -> None:
     layer, x = layer_of(CONFIGS[name]), torch.randn(2, LENGTH, 24, dtype=torch.float64)
     cache = layer.new_cache()
     bounds = [0, *cuts, *range((cuts or [0])[-1] + 1, LENGTH + 1)]
@@ -55,7 +59,7 @@ def test_model_steps_give_the_logits_of_prefill(attention: str) -> None:
     model = NSATransformer(replace(PRESETS["tiny"], attention=attention)).double()
     tokens = torch.randint(256, (2, LENGTH))
     cache = model.new_cache()
-    steps = [model(part, cache=cache) for part in (tokens[:, :33], *tokens[:, 33:].split(1, 1))]
+    steps = [model(part, cache=cache) for part in (tokens[:, :33], tokens[:, 33:50], *tokens[:, 50:].split(1, 1))]
     torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=1e-9, atol=1e-11)
 
 
