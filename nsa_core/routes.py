@@ -19,9 +19,7 @@ from ._decorators import constant
 
 Branch = Literal["cmp", "slc", "win", "select", "dense"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "slc", "win")
-
-RANGE = "nsa_core."
-"""Start of the names of ranges in a profile."""
+RANGE = "nsa_core."  # start of the names of ranges in a profile
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import os
 import signal
 from types import FrameType
 
-INTERRUPTED = 130
-"""Exit code of a process that SIGINT ended, as shells give it."""
+INTERRUPTED = 130  # exit code of a process that SIGINT ended, as shells give it
 
 
 def end_during_imports() -> None:

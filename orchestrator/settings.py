@@ -23,18 +23,10 @@ from orchestrator import artifact_url
 from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 
-SOURCES = Path(__file__).resolve().parents[1]
-"""The folder that the packages are imported from."""
-
-LOOPBACK = "127.0.0.1"
-"""The address that no other host reaches."""
-
-LOOPBACKS = (LOOPBACK, "localhost", "::1")
-"""Its names in a URL."""
-
-PACKAGES = ("nsa_core", "jobs", "orchestrator")
-"""The packages that a job imports."""
-
+SOURCES = Path(__file__).resolve().parents[1]  # the folder that the packages are imported from
+LOOPBACK = "127.0.0.1"  # the address that no other host reaches
+LOOPBACKS = (LOOPBACK, "localhost", "::1")  # its names in a URL
+PACKAGES = ("nsa_core", "jobs", "orchestrator")  # the packages that a job imports
 _NO_SETTINGS = ("NSA_DASHBOARD_PASSWORD",)  # of docker-compose.yml
 
 

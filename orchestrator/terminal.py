@@ -17,9 +17,7 @@ from jobs.schema.plain_text import in_a_line, printable
 
 _MISTAKES = 20  # lines of one error; who mends these sees the next ones
 _WIDTH_OF_A_PIPE = 200
-
-output_lost = False
-"""Whether a part of the output could not be written, although somebody may miss it."""
+output_lost = False  # whether a part of the output could not be written, although somebody may miss it
 
 
 class _Outlet(FileIO):

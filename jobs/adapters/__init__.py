@@ -25,8 +25,7 @@ from nsa_core.backends import flash
 from nsa_core.offers import Offer, offers
 from nsa_core.routes import note
 
-TORCH_FIXED = "torch-fixed"
-"""PyTorch's flash attention of sequences of one length, which it offers no public function with a window for."""
+TORCH_FIXED = "torch-fixed"  # of sequences of one length, which PyTorch offers no public function with a window for
 
 
 class Peer(ABC):

@@ -30,8 +30,7 @@ _VARIABLES = {
     "TORCH_CUDA_SANITIZER": "every access is checked",
 }
 
-Shown = Callable[..., str]
-"""Function that makes a string plain text where it is read: `for_file` for Markdown, `in_a_line` for a terminal."""
+Shown = Callable[..., str]  # makes a string plain text where it is read: `for_file` or `in_a_line`
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 
 from jobs.hardware import nvml
 
-LEAST_S = 2.0
-"""Seconds of work that a figure needs: the counter moves in steps of up to a tenth of a second."""
+LEAST_S = 2.0  # seconds of work that a figure needs: the counter moves in steps of up to a tenth of a second
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ SIZES_FAILED = Quantity("sizes_failed", "1", "Sizes that failed", "failed", Bett
 FAILING_LAYERS = Quantity("failing_layers", "1", "Layers of the smallest size that fails", role=Role.HEADLINE)
 FAILING_LENGTH = Quantity("failing_length", "token", "Length of the smallest size that fails", role=Role.HEADLINE)
 BISECTION = (FAILING_LAYERS, FAILING_LENGTH, SIZES_FAILED, SIZES_TRIED)
-
-Size = tuple[int, int]
-"""Layers, and tokens of a sequence."""
+Size = tuple[int, int]  # layers, and tokens of a sequence
 S = TypeVar("S")
 
 

@@ -27,8 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from jobs.schema import point
 from jobs.schema.states import PointState
 
-LONGEST_TEXT = 298
-"""Characters of a rank's texts: a line of several ranks' pipe is written at once if it has at most PIPE_BUF bytes."""
+LONGEST_TEXT = 298  # characters of a rank's texts: a pipe takes lines of several ranks whole up to PIPE_BUF bytes
 
 
 @dataclass(frozen=True)

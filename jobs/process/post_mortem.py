@@ -25,10 +25,7 @@ _TOOL_S = 20.0  # that py-spy and nvidia-smi have
 _DUMPS_S = _TOOL_S + 5.0  # that py-spy has for all processes: more than for the first few, which may all be stuck
 _DEATH_S = 1.0
 _WRITING_S = 0.5  # until stacks are written, and those of ranks have reached the point's stderr
-
-STACKS_S = _WRITING_S + _DUMPS_S + _DEATH_S
-"""Seconds after which `dumps` has ended."""
-
+STACKS_S = _WRITING_S + _DUMPS_S + _DEATH_S  # seconds after which `dumps` has ended
 NO_PY_SPY = "py-spy is not installed on this host: pip install py-spy"
 
 _TAIL_BYTES = 1 << 16

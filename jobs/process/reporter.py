@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from jobs.process.messages import Beat, Note, RanksStarted, Warned
 from jobs.schema.point import NOWHERE, SHORT, Reporter, Samples, Surroundings
 
-BEAT_INTERVAL_S = 0.2
-"""Seconds within which further beats of one phase are not sent: pipe writes stay out of timing loops."""
-
-CHECKPOINT = "checkpoint"
-"""Phase in which ranks write parts of unequal size, so that their beats cannot be compared by number."""
+BEAT_INTERVAL_S = 0.2  # within which further beats of one phase are not sent: writes stay out of timing loops
+CHECKPOINT = "checkpoint"  # phase in which ranks write parts of unequal size: their beats cannot be compared by number
 
 
 def interval(elapsed_s: float) -> float:

@@ -11,9 +11,7 @@ import html
 import re
 import reprlib
 
-LINE = 1_000
-"""Characters of a text in a line, a cell or a sentence."""
-
+LINE = 1_000  # characters of a text in a line, a cell or a sentence
 _VALUE = 500  # characters of a value in a message, and what is said of those left out
 _SAID = 50
 _ERROR = 200  # characters of an error's text

@@ -124,8 +124,7 @@ def readable_bytes(count: float) -> str:
     return f"{count:,.0f} bytes"
 
 
-FEWEST_SAMPLES = 6
-"""Samples below which a bootstrap of the median is their range, and no interval."""
+FEWEST_SAMPLES = 6  # samples below which a bootstrap of the median is their range, and no interval
 
 
 def readable_interval(

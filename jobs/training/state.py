@@ -13,8 +13,7 @@ from jobs.training.probe import Probe
 from jobs.training.soak import SoakHistory
 from nsa_core.model import NSATransformer
 
-RESUME_WARM_UP = 3
-"""Steps after a resume that count as warm-up."""
+RESUME_WARM_UP = 3  # steps after a resume that count as warm-up
 
 
 @dataclass

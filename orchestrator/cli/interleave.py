@@ -31,8 +31,7 @@ from orchestrator.store import Store, importer
 from orchestrator.store.journal import NAME
 from orchestrator.terminal import say
 
-IN_UPLOAD = "at"
-"""The folder of an upload with the sources of commits, a folder each: a job on a cluster has no git."""
+IN_UPLOAD = "at"  # the folder of an upload with the sources of commits, a folder each: a job on a cluster has no git
 
 
 @dataclass(frozen=True)

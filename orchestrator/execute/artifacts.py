@@ -35,9 +35,7 @@ _PIECE = 1 << 20
 _BLOCK = 8 << 20  # bytes of an upload's part; S3 demands 5 MiB
 _WITHOUT_FOLDERS = ("s3:", "s3a:", "gs:", "gcs:", "abfs:", "az:", "adl:", "oci:", "oss:")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-STALL_S = 60.0
-"""Seconds without a copied piece after which the files that wait for the store are given up."""
-
+STALL_S = 60.0  # seconds without a copied piece after which the files that wait for the store are given up
 _POLL_S = 0.1
 _TEXTS = frozenset({".txt", ".log", ".json", ".csv", ".md", ".yaml"})
 

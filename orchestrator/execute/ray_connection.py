@@ -26,9 +26,7 @@ from orchestrator.execute.ray_access import connection, listens, local_address
 from orchestrator.execute.upload import collect
 from orchestrator.settings import Settings
 
-NEVER_S = 600.0
-"""Seconds without any node that could run a point, busy or not, after which a run no longer waits for one."""
-
+NEVER_S = 600.0  # without any node that could run a point, busy or not, after which a run waits for none
 _LOOK_S = 5.0
 _REASON = 400  # characters
 _GONE_S = 30.0  # after 60 s without its head Ray ends the driver, which could then record nothing

@@ -31,13 +31,8 @@ from orchestrator.execute.ray_connection import in_brief
 from orchestrator.execute.ray_rank import Mailbox, NodeAgent, Placed, Raised, RankRaised, Returned, Work, rank_main
 
 T = TypeVar("T")
-
-ANSWER_S = 15.0
-"""Seconds that a node has to answer, or Ray to say that it is gone."""
-
-EXPLAIN_S = post_mortem.STACKS_S + 5.0
-"""Seconds that nodes have to explain their ranks: to read stacks, with Ray's way there and back."""
-
+ANSWER_S = 15.0  # seconds that a node has to answer, or Ray to say that it is gone
+EXPLAIN_S = post_mortem.STACKS_S + 5.0  # that nodes have to read their ranks' stacks, with Ray's way there and back
 _POLL_S = 0.2
 _WAITING_S = 1.0
 _STARTS = 3  # tries to start the ranks; a node may go away meanwhile

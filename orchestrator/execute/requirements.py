@@ -20,9 +20,7 @@ from jobs.specs.spec import JobSpec, env_text
 from orchestrator.errors import UserError
 from orchestrator.execute.supervisor import ANSWER, process_variables
 
-MOST_A_CORE = 16
-"""Points at a time for each core, however small a share of one they ask for: each is a process, which imports torch."""
-
+MOST_A_CORE = 16  # points at a time, however small a share they ask for: each is a process, which imports torch
 _NAMED = re.compile(r"[a-z_]+: ")  # a reason that begins with its field
 _PROBE_S = 300.0
 _LACKS = re.compile(r"No module named '([^'.]+)")

@@ -33,9 +33,7 @@ from orchestrator.store import records as rec
 EXPLAIN_S = post_mortem.STACKS_S + 10.0
 """Seconds that a point's process has to explain ranks on other nodes: their stacks, with Ray's way there and back."""
 
-ANSWER = "orchestrator.execute.point:answer"
-"""The function that answers the commands of a point's process, as module:name."""
-
+ANSWER = "orchestrator.execute.point:answer"  # answers the commands of a point's process
 _PROGRESS_INTERVAL_S = 1.0
 
 

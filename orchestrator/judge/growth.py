@@ -27,8 +27,7 @@ _LEVEL = 0.97  # of the F test; choosing law and range by the data costs two of 
 _EVIDENCE = 2.0  # by which the information criterion must favour an overhead (Burnham and Anderson, 2002, section 2.6)
 _SUSPECT = 0.8  # of the F test from which on a plain law's interval reckons with an overhead; measured in the tests
 _EXPONENTS = np.linspace(-1, 4, 2001)
-NORMAL_INTERVAL = 1.959963984540054
-"""Standard errors from the middle to the end of a 95 % interval: the normal distribution's quantile of 0.975."""
+NORMAL_INTERVAL = 1.959963984540054  # standard errors to the end of a 95 % interval: the normal quantile of 0.975
 _OCTAVE = math.log2(1.9)  # from here on two lengths are an octave apart; half octaves are rounded to multiples of 128
 _MIX_RANGE = 6  # lengths that a mix keeps if a shorter one that it misses is left out
 _OUTLIES = 0.6  # of the residual, if less is left without its shortest length: that has another law, as of a launch

@@ -22,8 +22,7 @@ from orchestrator.judge.rules import READY_SPECS, Rule
 from orchestrator.judge.scope import RANKS, Hardware
 from orchestrator.settings import example_spec
 
-SHIPPED = Path(__file__).with_name("durations.csv")
-"""Durations of complete runs whose journals are published with the project."""
+SHIPPED = Path(__file__).with_name("durations.csv")  # of complete runs whose journals are published with the project
 
 
 @dataclass(frozen=True)

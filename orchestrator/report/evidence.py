@@ -27,12 +27,8 @@ from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
 
 Row = Mapping[Any, Any]
-LoadSpec = Callable[[str, Sequence[str]], Any]
-"""Reads a ready spec by its file's name, with settings, as a Pydantic model. Raises UserError."""
-
-ANY = object()
-"""Any value of an axis, or none."""
-
+LoadSpec = Callable[[str, Sequence[str]], Any]  # reads a ready spec by its file's name, with settings. Raises UserError
+ANY = object()  # any value of an axis, or none
 _COLUMNS = {axis.name for axis in AXES} | {"label"}
 _OPEN = (PointState.PENDING, PointState.RUNNING, PointState.CANCELLED, PointState.LOST)
 _LINEAR, _QUADRATIC = 1.25, 1.7  # exponents up to which, and from which on, a growth is called so
@@ -85,8 +81,7 @@ class Spec:
         self._ready = self._defaults | evidence.load(file, settings).model_dump(mode="json")
         wanted = {name: _setting(self._ready, name) for name in (each.partition("=")[0] for each in settings)}
         refused = [(name, yaml.safe_load(value)) for name, _, value in (each.partition("=") for each in without)]
-        self.runs: list[Row] = []
-        """Newest first."""
+        self.runs: list[Row] = []  # newest first
         for run in evidence.runs:
             ran = self._defaults | run["spec"]
             asked = all(_setting(ran, name) == value for name, value in wanted.items())

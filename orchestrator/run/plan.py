@@ -29,9 +29,7 @@ from orchestrator.store.models import Point as PlannedPoint
 from orchestrator.store.store import end_attempt, plan_attempt, start_attempt
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-
-Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]
-"""Points that follow from those that have ended."""
+Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]  # points that follow from those that have ended
 
 
 class Plan:

@@ -28,8 +28,7 @@ from orchestrator.store import views
 from orchestrator.store.models import Base
 
 _FORMS = "sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
-TIMEOUT_S = 10
-"""Seconds that a statement waits for another process's lock."""
+TIMEOUT_S = 10  # seconds that a statement waits for another process's lock
 # Seconds, and milliseconds: a server whose host is gone is noticed within half a minute. A role, a database or the URL
 # may have set another encoding, in which the driver reads texts as bytes.
 _POSTGRES = {

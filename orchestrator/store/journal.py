@@ -37,13 +37,8 @@ COMPRESSED = ".jsonl.gz"  # the suffix of a journal as an archive: it can be rea
 _INDEX = re.compile(r"0|[1-9][0-9]{0,9}")  # a point's id is <run id>/<index>
 _REASON = 300  # characters
 _UNREADABLE = "journal: {!r}: cannot be read ({}); give a journal.jsonl"
-
-
-TIMEOUT_S = 30.0
-"""Seconds without an answer of the database after which the end of a run waits for it no longer."""
-STOP_S = 0.8
-"""The same for a run that was stopped: Ray kills a stopped job after three seconds."""
-
+TIMEOUT_S = 30.0  # seconds without an answer of the database after which the end of a run waits for it no longer
+STOP_S = 0.8  # the same for a run that was stopped: Ray kills a stopped job after three seconds
 _SLOW_S = 1.5  # without an answer, after which the user hears of it
 _BATCH = 50  # records of a transaction: few, so that a database which works answers within a second
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 10.0

@@ -29,8 +29,7 @@ from jobs.schema.quantities import SHARED, Quantity, check_quantities
 from jobs.schema.states import Origin, PointState, RunState
 from jobs.schema.training_plan import mode_of
 
-STORED_BYTES = 64 << 10
-"""Bytes at the end of a text file that are kept in the journal and the database, too."""
+STORED_BYTES = 64 << 10  # bytes at the end of a text file that are kept in the journal and the database, too
 
 
 def now() -> datetime:

@@ -34,10 +34,8 @@ from orchestrator.store import records as rec
 from orchestrator.store.engine import TIMEOUT_S, check_schema, errors, make_engine, parse, shown, upgrade
 from orchestrator.store.models import Artifact, Attempt, Base, DeclaredQuantity, Environment, Event, Point, Run
 
-LEASE_S = 60
-"""Seconds that a lease on a run lasts."""
-RENEW_S = 15.0
-"""Seconds after which a driver renews its lease."""
+LEASE_S = 60  # seconds that a lease on a run lasts
+RENEW_S = 15.0  # seconds after which a driver renews its lease
 # Tables of many rows: inserted past the ORM's models, which take longer than the database.
 _METRICS, _QUANTITIES, _SERIES = (Base.metadata.tables[name] for name in ("metric", "quantity", "series"))
 _UNSTARTED = (PointState.PENDING, PointState.SKIPPED, PointState.CANCELLED)

@@ -13,8 +13,7 @@ _tables = Base.metadata.tables
 _run, _point, _attempt, _environment = (_tables[name] for name in ("run", "point", "attempt", "environment"))
 _metric, _quantity, _series, _verdict = (_tables[name] for name in ("metric", "quantity", "series", "verdict"))
 _metadata = sa.MetaData()  # separate from the models', whose tables alone are compared with the migrations
-QUERIES: dict[str, sa.Select] = {}
-"""The views' queries by name, those that others read first; `engine.upgrade` makes them."""
+QUERIES: dict[str, sa.Select] = {}  # by the view's name, those that others read first; `engine.upgrade` makes them
 
 
 def _view(name: str, query: sa.Select) -> sa.Table:
