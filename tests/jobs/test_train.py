@@ -179,3 +179,10 @@ def test_few_files_keep_their_ends_which_a_dry_run_says(tmp_path: Path, count: i
     assert _spec(tmp_path, seq_len=64).notes() == (words,)
     with pytest.raises(SpecError, match=r"^data\.path: .*part has \d+ bytes, too few for seq_len 1024; "):
         _spec(tmp_path, seq_len=1024).notes()
+
+
+def test_copies_of_one_file_are_named_as_such(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("a" * 1001)
+    with pytest.raises(SpecError, match=r"^data\.path: .*: its 20 files are copies, all on one side; give diff"):
+        _spec(tmp_path, seq_len=64).notes()

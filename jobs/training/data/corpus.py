@@ -84,12 +84,14 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
     train, heldout = bytearray(), bytearray()
     files = files_below(root, "*.py" if path is None else "*")
     read = count = 0
+    digests: set[bytes] = set()
     for file in files:
         with file.open("rb") as stream:
             content = stream.read(_MOST_BYTES - read) + b"\0"
             stream.seek(0)
             digest = hashlib.file_digest(stream, "sha256")  # of the whole file
         digest.update(b"\0")
+        digests.add(digest.digest())
         start = heldout_at(content, digest.digest(), share, len(files) < FEW)
         train += content[:start]
         heldout += content[start:]
@@ -100,6 +102,8 @@ def split_bytes(path: Path | None, share: float, seq_len: int) -> tuple[Tensor, 
         if len(content) <= seq_len + 1:
             problem = f"its {part} part has {len(content)} bytes, too few for seq_len {seq_len}"
             fix = "give more text, another share in data.heldout, or shorten seq_len"
+            if len(digests) == 1 and count >= FEW:
+                problem, fix = f"its {count} files are copies, all on one side", "give different ones, or one alone"
             raise DataError(f"data.path: {str(root)!r}: {problem}; {fix}")
     about: dict[str, Any] = {"files": count, "train_bytes": len(train), "heldout_bytes": len(heldout)}
     about["sha256"] = hashlib.sha256(train + heldout).hexdigest()

@@ -55,7 +55,9 @@ def load_tokens(spec: DataSpec, vocabulary: int, batch: int, seq_len: int, seed:
         found += len(part)
     if found <= seq_len + 1:
         size = f"{found} tokens, too few for seq_len {seq_len}"
-        raise DataError(f"{spec.source}: its held-out part has {size}; give more text or shorten seq_len")
+        raise DataError(
+            f"{spec.source}: its held-out part has {size}; give more text, in documents that differ, or shorten seq_len"
+        )
     heldout = torch.cat(parts)[:wanted]
     size = int(tokenizer.token_bytes[heldout].sum())
     about = {
@@ -99,7 +101,7 @@ class TokenBatches(Batches):
                     yield text
             if not self.about["documents"]:
                 raise DataError(
-                    f"{self._spec.source}: its training part has no text; give more text or shorten seq_len"
+                    f"{self._spec.source}: its training part has no text; give more, in documents that differ"
                 )
             self._dataset.set_epoch(self.about["epochs"])
             self.about["epochs"] += 1
