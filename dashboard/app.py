@@ -27,6 +27,7 @@ def main() -> None:
                 st.Page("history.py", title="History", icon=":material/timeline:"),
                 st.Page("runs.py", title="Runs", icon=":material/list_alt:"),
                 st.Page("fleet.py", title="Fleet", icon=":material/memory:"),
+                st.Page("submit.py", title="Submit", icon=":material/send:"),
             ]
         }
     )

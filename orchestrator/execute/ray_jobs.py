@@ -17,14 +17,14 @@ from orchestrator.settings import LOOPBACKS, Settings
 _ANSWER_S = 2.0
 
 
-def ray_jobs(settings: Settings) -> list[dict[str, Any]] | None:
+def ray_jobs(settings: Settings, token: str | None = None) -> list[dict[str, Any]] | None:
     """Ray's jobs, with `submission_id`, `status`, `message`, `start_time` and `end_time` [ms since 1970].
 
-    None if no cluster answers, or it refuses this user.
+    None if no cluster answers, or it refuses the token: by default this user's; "": none is sent.
     """
     request = urllib.request.Request(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/")
     with suppress(UserError, OSError, ValueError, http.client.HTTPException):
-        if token := ray_access.token():
+        if token := ray_access.token() if token is None else token:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         # A host with http_proxy and no no_proxy would ask the proxy for its own loopback.
         local = urlsplit(request.full_url).hostname in LOOPBACKS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -95,16 +95,30 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
     overrides = (*measure.set, *([f"resources.accelerator_type={accelerator}"] if accelerator else []))
     options = [item for override in overrides for item in ("--set", override)]
     command = shlex.join(["nsa", "submit", str(Path(example_spec()).with_name(measure.spec)), *options])
-    minutes, basis = _predict(measure.spec, hardware, gpus, known)
+    minutes, basis = _predict(_content(measure.spec), hardware, gpus, known)
     settles = (rule.rule,)
     return Step(command, "", title, gpus, minutes, basis, settles, measure.spec, overrides, accelerator, price)
 
 
-def _predict(spec: str, hardware: Hardware | None, gpus: int, known: Sequence[Duration]) -> tuple[float | None, str]:
-    """Minutes that a ready spec takes on a hardware, and the ground for it; None where nothing is known."""
+def forecast(content: Mapping[str, Any], points: int, gpus: int, machines: Iterable[Hardware]) -> list[str]:
+    """Time and price of a spec's content with so many points on each machine with so many GPUs: "5 min, 0.09 GPU-h,
+    $0.35 on 1× H200". None of a spec whose duration has not been published with as many points."""
+    known = [each for each in durations(()) if each.points == points]
+    lines = []
+    for machine in machines:
+        minutes, basis = _predict(content, machine, gpus, known) if machine.gpus == gpus else (None, "")
+        if minutes is not None:
+            step = Step("submit", "", machine.title, gpus, minutes, basis, (), price=machine.price)
+            lines.append(f"{total([step])} on {machine.title} ({basis})")
+    return lines
+
+
+def _predict(
+    content: Mapping[str, Any], hardware: Hardware | None, gpus: int, known: Sequence[Duration]
+) -> tuple[float | None, str]:
+    """Minutes that a spec takes on a hardware, and the ground for it; None where nothing is known."""
     if hardware is None:
         return None, "not known"
-    content = _content(spec)
     if "minutes" in content:  # a soak's, for each kind of attention, on any card
         minutes = content["minutes"] * len(content.get("attention", [None]))
         return minutes, "the minutes of the spec, without start-up"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,8 @@ from orchestrator.errors import UserError
 from orchestrator.execute import requirements
 from orchestrator.execute.requirements import Requirements
 from orchestrator.execute.supervisor import Conditions
+from orchestrator.judge.rules import load_gates
+from orchestrator.judge.steps import forecast
 from orchestrator.run import plan
 from orchestrator.run.gates import own_gates
 from orchestrator.settings import Settings, check_current_folder, load_settings
@@ -151,7 +154,8 @@ def print_points(order: Order) -> None:
     for index, point in enumerate(points):
         needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
-    for line in spec.notes():
+    gpus, machines = ceil(requirements.gpus_per_point(spec, machine)), load_gates(order.settings.gates).hardware
+    for line in (*spec.notes(), *forecast(spec.model_dump(), len(points), gpus, machines)):
         say(line)
     named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
     for field, path in named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from jobs.schema.training_plan import PACK
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.scope import ANY, Scope, Where
+from orchestrator.judge.steps import forecast
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate
 from orchestrator.store import Store
 from orchestrator.store.records import OutcomeRecord, Record
@@ -159,3 +161,10 @@ def test_only_a_rule_that_says_so_is_about_models_of_ones_own_and_packed_trainin
     assert not Scope(ANY).matches(row)
     assert Scope(ANY).matches({**row, f"{MORE}{axis.name}": None})
     assert Scope(Where.model_validate({"axes": {axis.name: "on"}})).matches(row)
+
+
+def test_a_forecast_rests_on_published_runs_of_as_many_points():
+    content, machines = {"name": "scaling-m7c", "kind": "scaling"}, load_gates(None).hardware
+    lines = forecast(content, 128, 1, machines)
+    assert any(re.match(r"\d+ min, [\d.]+ GPU-h, \$[\d.]+ on 1× H200 \(published results", line) for line in lines)
+    assert forecast(content, 127, 1, machines) == []
