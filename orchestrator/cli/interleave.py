@@ -90,9 +90,10 @@ class Turns:
         driver = subprocess.Popen(command, env=variables)
         try:
             return driver.wait()
-        except KeyboardInterrupt:
-            # Ctrl-C and `ray job stop` reach the driver as well, and the same signal again would kill it.
-            driver.send_signal(signal.SIGHUP)
+        except KeyboardInterrupt as interrupt:
+            # Ctrl-C and `ray job stop` reach the driver as well, and the same signal again would kill it; a plain kill
+            # does not, and `nohup` has it ignore SIGHUP.
+            driver.send_signal(signal.SIGINT if interrupt.args else signal.SIGTERM)
             driver.wait()
             raise
 
@@ -107,7 +108,11 @@ def sources_at(commits: Mapping[str, str]) -> Iterator[list[Sources]]:
 
     The commits are by the name of the user's field, which a UserError names.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="nsa-sources-") as scratch:
             yield [_sources(field, commit, Path(scratch)) for field, commit in commits.items()]
