@@ -1,9 +1,9 @@
 """One decoding step: stores a new token in the cache and computes its attention, as the operators define it.
 
 A step reads the compressed tokens, the chosen blocks and the window: O(S/d + n·l' + w) tokens, against S of dense
-attention. If the Triton backend chooses the blocks and no gradient is needed, its kernels compute the whole step; a
-CUDA graph of it can be captured if the cache has a capacity and a step ran before, and replayed until the cache is
-full. Otherwise plain PyTorch computes it.
+attention. If the Triton backend chooses the blocks, its kernels compute the whole step; a CUDA graph of it can be
+captured if the cache has a capacity and a step ran before, and replayed until the cache is full. Otherwise plain
+PyTorch computes it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from ._inputs import without_autocast
 from .backends import BACKENDS, Heads, default, resolve, triton
 from .cache import DenseCache, NSACache
+from .errors import InputError
 from .functional import dense_attention
 from .rope import angles, frequencies, rotate
 from .routes import Branch, note
@@ -42,13 +43,13 @@ def nsa_step(
         backend: name of the backend that chooses the blocks; use the prefill's, so that both choose alike.
 
     Raises:
-        InputError: the cache is full, holds other sequences or another dtype, or a graph is being captured of a cache
-            without a capacity.
+        InputError: the cache is full, holds other sequences or another dtype, a graph is being captured of a cache
+            without a capacity, or gradients are asked for.
         BackendError: the backend is unknown or cannot run.
     """
     select = resolve(backend, ("select",), q.device, q.dtype, Heads.of(q, k, v))["select"]
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, gates))
-    if select is BACKENDS["triton"] and not trained:
+    refuse_gradients(q, k, v, gates)
+    if select is BACKENDS["triton"]:
         triton.refuse_too_large(q, k, v)
         return _kernel_step(q, k, v, gates, cache, theta, compress)
     cache.recount()
@@ -70,8 +71,8 @@ def nsa_step(
 
 def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: float) -> Tensor:
     """Dense attention of one new token, as `nsa_step`: unrotated q [B,1,Hq,Dk], k [B,1,Hkv,Dk], v [B,1,Hkv,Dv]."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if default(q.device, q.dtype, Heads.of(q, k, v)) == "triton" and not trained:
+    refuse_gradients(q, k, v)
+    if default(q.device, q.dtype, Heads.of(q, k, v)) == "triton":
         kernels = _prepared(cache, k, theta)
         note("dense", TRITON)
         rotated = kernels.take_dense(q[:, 0].contiguous(), k[:, 0].contiguous(), v[:, 0].contiguous(), cache)
@@ -84,6 +85,12 @@ def dense_step(q: Tensor, k: Tensor, v: Tensor, cache: DenseCache, *, theta: flo
     cos, sin = angles(position, q.shape[-1], theta, q.dtype)
     cache.take(rotate(k, cos, sin), v)
     return dense_attention(rotate(q, cos, sin), cache.k.values(), cache.v.values())
+
+
+def refuse_gradients(*tensors: Tensor) -> None:
+    """Raise InputError if gradients would flow to tensors behind a cache, which gives none for the tokens it holds."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise InputError("cache", "gradients are enabled", "continue it under torch.no_grad(), or train without one")
 
 
 def _kernel_step(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._inputs import Triple, without_autocast
 from .cache import DenseCache, NSACache
 from .config import NSAConfig
-from .decode import dense_step, nsa_step
+from .decode import dense_step, nsa_step, refuse_gradients
 from .errors import InputError
 from .functional import compress, dense_attention, nsa_attention, ordered_branches
 from .packed_sequences import Packing
@@ -99,16 +99,16 @@ class NativeSparseAttention(nn.Module):
     def forward(self, x: Tensor, cache: NSACache | None = None, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Attend from every position of x [B,S,dim] to itself and those before it.
 
-        With a cache, x continues its tokens and is stored in it; no gradient flows through the cache. Several tokens
-        are a prefill, of an empty cache or behind what it holds; one is a step of decoding.
+        With a cache, x continues its tokens and is stored in it. Several tokens are a prefill, of an empty cache or
+        behind what it holds, and one there is a step of decoding; behind a cache no gradients are computed.
 
         Args:
             cu_seqlens: bounds, int32 [sequences + 1], of sequences packed into the B·S tokens; none sees another, and
                 positions begin with each. Several layers share a Packing of them.
 
         Raises:
-            InputError: the cache has no room for x, or holds other sequences; it is left unchanged. Or the layer lacks
-                a branch, or cu_seqlens are no bounds, or given with a cache.
+            InputError: the cache has no room for x, holds other sequences, or has tokens and gradients are enabled; it
+                is left unchanged. Or the layer lacks a branch, or cu_seqlens are no bounds, or given with a cache.
         """
         if cache is not None:
             if self.branches != BRANCHES:
@@ -143,17 +143,25 @@ class NativeSparseAttention(nn.Module):
         """Attention [B,S,Hq,D] of several tokens behind those of the cache, which takes them."""
         cache.recount()
         q, k, v, gates = self._project(x, cache.length + torch.arange(x.shape[1], device=x.device))
+        refuse_gradients(q, *k, *v, gates)
         cache.make_room(k[0])
         news = (cache.k_open, k[0]), (cache.v_open, v[0]), (cache.k_win, k[2]), (cache.v_win, v[2])
-        k_open, v_open, k_win, v_win = (torch.cat((held.in_order(), new.detach()), 1) for held, new in news)
+        k_open, v_open, k_win, v_win = (torch.cat((held.in_order(), new), 1) for held, new in news)
         first = cache.k_cmp.length * self.config.cmp_stride  # token of the next compressed one
         cache.take(k, v)
         at = first - (cache.length - k_open.shape[1])
         cache.add_compressed(*self._compress(k_open[:, at:], v_open[:, at:], first))
-        window = nsa_attention(q, k_win, v_win, gates, self.config, backend=self.backend, branches=("win",))
         keys, values, k_cmp, v_cmp = (y.values() for y in (cache.k_slc, cache.v_slc, cache.k_cmp, cache.v_cmp))
-        options = {"k_cmp": k_cmp, "v_cmp": v_cmp, "backend": self.backend, "branches": ("cmp", "slc")}
-        return window + nsa_attention(q, keys, values, gates, self.config, **options)
+
+        def attend(branches: Sequence[str], k: Tensor, v: Tensor, *cmp: Tensor) -> Tensor:
+            backend = self.backend
+            if not isinstance(backend, str):
+                backend = {name: each for name, each in backend.items() if (name == "win") == (branches == ("win",))}
+            k_cmp, v_cmp = cmp or (None, None)
+            options = {"k_cmp": k_cmp, "v_cmp": v_cmp, "backend": backend, "branches": branches}
+            return nsa_attention(q, k, v, gates, self.config, **options)
+
+        return attend(("win",), k_win, v_win) + attend(("cmp", "slc"), keys, values, k_cmp, v_cmp)
 
     def _packed(self, x: Tensor, packing: Packing) -> Tensor:
         """Attention [total,Hq,D] of sequences packed into x [1,total,dim]."""
@@ -239,6 +247,7 @@ class DenseAttention(nn.Module):
             return self.out_proj(dense_step(q, k, v, behind, theta=self.rope_theta).flatten(2))
         bounds, positions = None, torch.arange(x.shape[1], device=x.device)
         if behind is not None:
+            refuse_gradients(q, k, v)
             behind.recount()
             behind.make_room(k)
             positions += behind.length

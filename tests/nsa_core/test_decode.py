@@ -134,6 +134,17 @@ def test_a_dtype_other_than_the_caches_is_refused(kind: str) -> None:
     assert cache.length == 20
 
 
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_gradients_behind_a_cache_are_refused(kind: str, tokens: int) -> None:
+    layer = layer_of(SMALL) if kind == "nsa" else DenseAttention(24, 4, 2, 8).double()
+    x, cache = torch.randn(1, 23, 24, dtype=torch.float64), layer.new_cache()
+    layer(x[:, :20], cache)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^cache: gradients are enabled: continue it under torch.no_grad"):
+        layer(x[:, 20 : 20 + tokens], cache)  # type: ignore[arg-type]
+    assert cache.length == 20
+
+
 @torch.no_grad()
 def test_beyond_the_capacity_no_compressed_token_is_overwritten() -> None:
     """Replays of a graph may go beyond the capacity: here a token completes the 65th where there is room for 64."""
