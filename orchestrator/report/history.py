@@ -24,18 +24,7 @@ from jobs.schema.quantities import Better, Quantity, readable
 from orchestrator.errors import UserError
 from orchestrator.git import git
 from orchestrator.judge.change_points import Shift, shifts
-from orchestrator.report.compare import (
-    Cell,
-    Change,
-    Measured,
-    Samples,
-    cell_of,
-    coordinates,
-    judged,
-    paired,
-    route_of,
-    word,
-)
+from orchestrator.report import compare
 from orchestrator.report.table import Table, flat
 from orchestrator.settings import SOURCES
 from orchestrator.store import Store, queries
@@ -71,7 +60,7 @@ class Changed:
     before: Reading
     after: Reading
     ratio: float  # the level after it, divided by that before it
-    change: Change
+    change: compare.Change
     creeping: bool = False  # it came bit by bit, over all readings between the two
     doubt: str = ""  # why it may be noise; empty if it is sure
 
@@ -80,7 +69,7 @@ class Changed:
 class History:
     """All readings of a cell, by the date of their commits; `settings` are those that others of the cell have not."""
 
-    cell: Cell
+    cell: compare.Cell
     gpu: str | None
     settings: str
     readings: tuple[Reading, ...]
@@ -91,7 +80,7 @@ class History:
         """The cell in words: "triton forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
         where = {"settings": self.settings, "kind": dict(self.cell)["kind"], "card": self.gpu or "CPU"}
         named = {"S", "batch"}
-        parts = {**coordinates(self.cell), **where}
+        parts = {**compare.coordinates(self.cell), **where}
         return " ".join(f"{name}={value}" if name in named else value for name, value in parts.items() if value)
 
 
@@ -161,10 +150,10 @@ def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
                     commit = (row["git_commit"] or "unknown")[:7] + "+" * bool(row["git_dirty"] == 1)
                     value = (row["value"], row["p10"], row["p90"])
                     own = tools.get(row["environment_id"], {})
-                    readings.append(Reading(*ids, commit, *value, route_of(row), own))
+                    readings.append(Reading(*ids, commit, *value, compare.route_of(row), own))
                 readings.sort(key=lambda reading: (dates.get(reading.commit, reading.at), reading.at))
                 settings = ", ".join(f"{key}={known[key]}" for key in sorted(names & known.keys()))
-                yield History(cell_of(group[0]), group[0]["gpu"], settings, tuple(readings))
+                yield History(compare.cell_of(group[0]), group[0]["gpu"], settings, tuple(readings))
 
 
 def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:
@@ -178,8 +167,8 @@ def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:
     }
 
 
-def _direction(size: float, better: Better) -> Change:
-    return Change.BETTER if (size < 0) == (better is Better.LOWER) else Change.WORSE
+def _direction(size: float, better: Better) -> compare.Change:
+    return compare.Change.BETTER if (size < 0) == (better is Better.LOWER) else compare.Change.WORSE
 
 
 def _doubtful(
@@ -203,17 +192,17 @@ def _doubtful(
     cells = []
     for place, at, least in pairs:
         before, after = (
-            Measured(one.point_id, np.array(samples[one.point_id], float), found[place].gpu, one.route)
+            compare.Measured(one.point_id, np.array(samples[one.point_id], float), found[place].gpu, one.route)
             for one in found[place].readings[at : at + 2]
         )
         if (before.samples > 0).all() and (after.samples > 0).all():  # a logarithm has no 0
-            cells.append(paired((("place", place), ("at", at)), before, after, math.expm1(least)))
+            cells.append(compare.paired((("place", place), ("at", at)), before, after, math.expm1(least)))
     changes: dict[int, dict[int, Changed]] = defaultdict(dict)
-    for cell in judged(cells, better):
+    for cell in compare.judged(cells, better):
         (_, place), (_, at) = cell.cell
         readings, sides = found[place].readings, [cell.first.samples, cell.other.samples]
         single = max(side.size for side in sides) == 1  # such as of memory, which no test can tell apart
-        if single or cell.change in (Change.BETTER, Change.WORSE):
+        if single or cell.change in (compare.Change.BETTER, compare.Change.WORSE):
             bounds = [0, *(shift.first for shift in sure[place]), len(readings)]
             low, high = next((low, high) for low, high in pairwise(bounds) if low <= at < high)
             doubts = [f"{at + 1 - low} run{'s' * (at > low)} before it and {high - at - 1} after"]
@@ -225,7 +214,7 @@ def _doubtful(
     return changes
 
 
-def _chance(readings: Sequence[Reading], values: Samples, sure: Sequence[Shift]) -> float:
+def _chance(readings: Sequence[Reading], values: compare.Samples, sure: Sequence[Shift]) -> float:
     """How far apart readings are without a change, as a share: of one commit with the same tools, and of many."""
     repeats: dict[Any, list[float]] = defaultdict(list)
     for reading in readings:
@@ -238,7 +227,7 @@ def _chance(readings: Sequence[Reading], values: Samples, sure: Sequence[Shift])
 
 
 def _signs_of_noise(
-    readings: Sequence[Reading], at: int, samples: Sequence[Samples], threshold: float, better: Better
+    readings: Sequence[Reading], at: int, samples: Sequence[compare.Samples], threshold: float, better: Better
 ) -> Iterator[str]:
     """Reasons to take the change after a reading for noise."""
     best = [float(np.quantile(side, 0.1 if better is Better.LOWER else 0.9)) for side in samples]
@@ -262,7 +251,9 @@ def differing(before: Reading, after: Reading) -> str:
 def result(change: Changed, quantity: Quantity) -> str:
     """A change in words: "slower, creeping", "slower; may be noise: 1 run before it and 2 after"."""
     return (
-        word(change.change, quantity) + ", creeping" * change.creeping + (f"; {change.doubt}" if change.doubt else "")
+        compare.word(change.change, quantity)
+        + ", creeping" * change.creeping
+        + (f"; {change.doubt}" if change.doubt else "")
     )
 
 
@@ -281,7 +272,7 @@ def changes_table(found: Sequence[History], quantity: Quantity, most: int | None
     """The changes, `most` of them at the most, with the result in a line as its note."""
     changes, rows = all_changes(found), []
     for history, each in changes[:most]:
-        where = coordinates(history.cell)
+        where = compare.coordinates(history.cell)
         where["shape"] = ", ".join(filter(None, (where["shape"], history.settings)))
         sides = {
             heading: f"{readable(side.value, quantity.unit)} ({side.commit})"
@@ -321,7 +312,7 @@ def summary(found: Sequence[History], quantity: Quantity) -> str:
     """The result in a line: "24 cells of 5 runs: 2 slower, 1 slower (creeping), 3 may be noise"."""
     runs = {reading.run_id for history in found for reading in history.readings}
     kinds = [
-        "may be noise" if each.doubt else word(each.change, quantity) + " (creeping)" * each.creeping
+        "may be noise" if each.doubt else compare.word(each.change, quantity) + " (creeping)" * each.creeping
         for history in found
         for each in history.changes
     ]
