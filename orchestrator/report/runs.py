@@ -8,12 +8,14 @@ from typing import Any
 
 import pandas as pd
 
+from jobs.schema.axes import MORE
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import Better, Quantity, Role, readable
+from jobs.schema.quantities import THROUGHPUT, Better, Quantity, Role, readable
 from jobs.schema.states import run_in_words
 from orchestrator.judge.analysis import series_columns
+from orchestrator.judge.scope import RANKS
 from orchestrator.report.bench import TIME, is_dense
-from orchestrator.report.series import Row, named, shape
+from orchestrator.report.series import Row, named, shape, text
 from orchestrator.report.table import Table, flat
 from orchestrator.store import Store, queries
 
@@ -21,6 +23,7 @@ _MOST = 3  # differences that are shown
 _VALUE = 30  # characters of one
 _OURS = ("chunked", "triton")  # NSA on a CPU and on a GPU
 _LOSS = "heldout_loss"
+_OF_A_RUN = ("run_id", "run_name", "source", f"{MORE}steps")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,31 @@ def answer(store: Store, run_id: str) -> str:
                 both.append((nsa[0], others[0]))
         if both:
             told.append(_beside(*both[-1], quantity))
-    return "; ".join(told) or named(_figure(queries.headlines(store, [run_id]).get(run_id)))
+    told += [] if told else [named(_figure(queries.headlines(store, [run_id]).get(run_id)))]
+    return "; ".join(filter(None, [*told, *_efficiency(store, numbers)]))
+
+
+def _efficiency(store: Store, numbers: pd.DataFrame) -> list[str]:
+    """Throughput of several ranks over that of one, of the newest run alike: at the same batch, and at the same number
+    of sequences a rank."""
+    rows = numbers.loc[numbers["metric"] == THROUGHPUT.name].to_dict("records")
+    if not any((row.get(RANKS) or 1) > 1 for row in rows):
+        return []
+    single, said = queries.readings(store, THROUGHPUT.name).iloc[::-1].to_dict("records"), []
+    for row in (row for row in rows if (row.get(RANKS) or 1) > 1):
+        ranks, same = row[RANKS], [name for name in (*series_columns(row), "seq_len", "kind") if name not in _OF_A_RUN]
+        alike = [one for one in single if pd.isna(one.get(RANKS)) and all(_same(one, row, name) for name in same)]
+        for batch, how in ((row["batch"], "at the same batch"), (row["batch"] / ranks, "at as many sequences a rank")):
+            if one := next((one for one in alike if one["batch"] == batch), None):
+                ratio = row["value"] / one["value"]
+                said.append(f"{ranks:.0f} ranks {ratio:.3g} times as fast as one {how} ({one['run_id']})")
+    return said
+
+
+def _same(one: Row, other: Row, name: str) -> bool:
+    """Whether rows agree in a column; a kind's own axis that the first lacks is one of several ranks alone."""
+    mine, its = text(one.get(name)), text(other.get(name))
+    return mine == its or (not mine and name.startswith(MORE))
 
 
 def _beside(nsa: Row, other: Row, quantity: Quantity) -> str:
