@@ -54,24 +54,23 @@ def layer_of(config, dtype, heads=12, kv_heads=2, dim=64, backend="triton"):
     return layer.to(dtype)
 
 
-def in_steps(layer, cache, x):
-    """Output for x [B,S,dim] token by token, each contiguous as in a graph's slot: strides may change rounding."""
-    return torch.cat([layer(part.contiguous(), cache) for part in x.split(1, 1)], 1)
+def in_steps(step, x):
+    """Output for x [B,S,..] token by token, each contiguous as in a graph's slot: strides may change rounding."""
+    return torch.cat([step(part.contiguous()) for part in x.split(1, 1)], 1)
 
 
-def replayed(layer, cache, x):
-    """Output for x [B,S,dim] token by token: one eager step, then replays of one step's graph."""
+def replayed(step, x):
+    """Output for x [B,S,..] token by token: one eager step, then replays of one step's graph."""
     slot = x[:, :1].clone()
-    first = layer(slot, cache)
+    first = step(slot)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = layer(slot, cache)
+        captured = step(slot)
     outs = [first]
     for part in x[:, 1:].split(1, 1):
         slot.copy_(part)
         graph.replay()
         outs.append(captured.clone())
-    cache.recount()
     return torch.cat(outs, 1)
 
 
@@ -134,8 +133,9 @@ def test_a_graphs_replays_are_eager_steps(compress):
     caches = [layer.new_cache(1600), layer.new_cache(1600)]
     for cache in caches:
         layer(x[:, :1300], cache)
-    eager = in_steps(layer, caches[0], x[:, 1300:1500])
-    assert torch.equal(replayed(layer, caches[1], x[:, 1300:1500]), eager)
+    eager = in_steps(lambda x: layer(x, caches[0]), x[:, 1300:1500])
+    assert torch.equal(replayed(lambda x: layer(x, caches[1]), x[:, 1300:1500]), eager)
+    caches[1].recount()
     assert caches[1].length == 1500
     assert caches[1].k_cmp.length == config.cmp_tokens(1500)
     prefills = [layer(x[:, 1500:], cache) for cache in caches]
@@ -150,10 +150,10 @@ def test_dense_steps_are_prefill_and_replay():
     for cache in caches:
         layer(x[:, :1000], cache)
     with capture() as runs:
-        eager = in_steps(layer, caches[0], x[:, 1000:])
+        eager = in_steps(lambda x: layer(x, caches[0]), x[:, 1000:])
     assert {run.kernel for run in runs} == {"decode-triton"}
     assert distance(eager, layer(x)[:, 1000:]) < 1e-2
-    assert torch.equal(replayed(layer, caches[1], x[:, 1000:]), eager)
+    assert torch.equal(replayed(lambda x: layer(x, caches[1]), x[:, 1000:]), eager)
 
 
 @torch.no_grad()
@@ -165,17 +165,8 @@ def test_a_whole_model_is_captured():
     caches = [model.new_cache(256), model.new_cache(256)]
     for cache in caches:
         model(tokens[:, :150], cache=cache)
-    eager = torch.cat([model(part, cache=caches[0]) for part in tokens[:, 150:].split(1, 1)], 1)
-    slot, outs = tokens[:, 150:151].clone(), []
-    outs.append(model(slot, cache=caches[1]))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(slot, cache=caches[1])
-    for i in range(151, 200):
-        slot.copy_(tokens[:, i : i + 1])
-        graph.replay()
-        outs.append(logits.clone())
-    assert torch.equal(torch.cat(outs, 1), eager)
+    eager = in_steps(lambda x: model(x, cache=caches[0]), tokens[:, 150:])
+    assert torch.equal(replayed(lambda x: model(x, cache=caches[1]), tokens[:, 150:]), eager)
 
 
 @torch.no_grad()

@@ -89,9 +89,11 @@ def test_a_compiled_whole_graph_gives_the_same_as_eager(kernel):
     assert max(distance(got, want) for got, want in zip(compiled[1:], eager[1:], strict=True)) < 0.01
 
 
-@pytest.mark.parametrize("window", [1, 2, 512, 776, 777, 5000])
-def test_windows_of_dense_attention(provider, window):
-    leaves = operands(777, *HEADS[0])
+@pytest.mark.parametrize(
+    ("window", "rows"), [*((window, 777) for window in (1, 2, 512, 776, 777, 5000)), (5000, 130), (100, 130)]
+)
+def test_windows_of_dense_attention_and_the_last_rows_behind_a_longer_k(provider, window, rows):
+    leaves = operands(777, *HEADS[0], rows=rows)
     assert_as_good_as_eager(
         lambda *qkv: dense_attention(*qkv, window=window, backend=provider), leaves, window, provider
     )
@@ -103,14 +105,6 @@ def test_the_window_branch(provider, window, heads, kv_heads, dim, value_dim, dt
     monkeypatch.setattr(flash, "PROVIDERS", (provider,))
     leaves = operands(1001, heads, kv_heads, dim, value_dim, dtype)
     assert_as_good_as_eager(by("flash", window), leaves, window, provider)
-
-
-@pytest.mark.parametrize("window", [5000, 100])
-def test_the_last_rows_behind_a_longer_k(provider, window):
-    leaves = operands(777, *HEADS[0], rows=130)
-    assert_as_good_as_eager(
-        lambda *qkv: dense_attention(*qkv, window=window, backend=provider), leaves, window, provider
-    )
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -69,22 +69,3 @@ def test_more_short_sequences_than_a_grid_has_room_for(make_case):
     torch.testing.assert_close(got[-5:], want, rtol=1e-2, atol=1e-2)
     for ours, expected in zip(grads, torch.autograd.grad(want, few, torch.ones_like(want)), strict=True):
         torch.testing.assert_close(ours[-5:], expected, rtol=2e-2, atol=2e-2)
-
-
-def test_lengths_compile_nothing_after_the_first(make_case):
-    """50 lengths of batches and of packed sequences: one kernel of each kind serves them all."""
-    from nsa_core.kernels.runtime import launch
-
-    config, compiled = NSAConfig(), []
-    generator = torch.Generator().manual_seed(0)
-    for turn in range(56):
-        first, second = (int(x) for x in torch.randint(1, 9000, (2,), generator=generator))
-        if turn < 6:  # all kinds of sort keys, of tiles and of the choice
-            first, second = (300, 3000, 60_000)[turn // 2], 200
-        case = make_case(first + second)
-        leaves, options = case.leaves, {}
-        if turn % 2:
-            leaves, options = [x[0] for x in leaves], {"cu_seqlens": bounds([first, second])}
-        nsa_attention(*leaves, config, **options).sum().backward()
-        compiled.append(len(launch._compiled))
-    assert compiled[6:] == compiled[5:6] * 50
