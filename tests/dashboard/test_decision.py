@@ -91,13 +91,6 @@ def test_a_line_a_rule_and_a_column_a_machine():
     assert table.loc["Throughput", "1× H100"] == ":gray[?]"
 
 
-def test_a_value_leads_to_its_point_and_tells_its_reason():
-    cell = rules(draw(MIXED)).loc["Memory exponent", "1× H100"].replace("\\", "")
-    assert "](runs?run=run-1&point=run-1%2F7 " in cell
-    assert "margin 0.102" in cell.replace("\N{NO-BREAK SPACE}", " ")
-    assert "measured on NVIDIA H200; grows as S^0.998" in cell
-
-
 def test_steps_are_commands_to_copy():
     app = draw(MIXED)
     assert app.expander[0].label == "What would settle the open rules: 1 command, 75 min, 1.2 GPU-h"

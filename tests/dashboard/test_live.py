@@ -9,11 +9,9 @@ from urllib.parse import parse_qs
 import pytest
 from dashboard_pages import chart_titles, show, text
 
-from dashboard import data, live
-from jobs.schema.states import PointState
-from orchestrator.report import charts
+from dashboard import live
 from orchestrator.store import Store
-from orchestrator.store.records import OutcomeRecord, PointRecord, Progress, RunRecord, SeriesRecord, StartRecord
+from orchestrator.store.records import PointRecord, Progress, RunRecord, SeriesRecord, StartRecord
 
 RUN = "20261123-120000-train-ab12"
 POINT = f"{RUN}/0"
@@ -59,21 +57,6 @@ def test_a_running_point_shows_its_series_and_when_it_ends(database: str) -> Non
     assert len(app.get("vega_lite_chart")) == 2
     links = {link.proto.label: link.proto.query_string for link in show("runs", run=RUN).get("page_link")}
     assert parse_qs(links["Live"]) == {"run": [RUN], "point": [POINT]}
-
-
-def test_a_point_that_ends_is_in_the_charts_of_its_run_at_once(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    training(database, piece("loss", "nat/byte", [4.0, 3.0]))
-    read = []
-    drawn = charts.kind_charts
-    monkeypatch.setattr(charts, "kind_charts", lambda *args: read.append(args) or drawn(*args))
-    assert "Loss by step; ◆ on held-out text" in chart_titles(show("runs", run=RUN))
-    before = len(read)
-    with Store.open(database) as store:
-        ended = {"at": datetime.now(UTC), "state": PointState.OOM, "reason": "too large"}
-        store.apply_many([OutcomeRecord(run_id=RUN, point_id=POINT, attempt=1, **ended)])
-    data.run.clear()  # instead of waiting for the time to live
-    show("runs", run=RUN)
-    assert len(read) > before
 
 
 def test_expected_stands_against_actual(database: str) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from nsa_command import nsa
 from processes import wait_for
-from ray_clusters import Cluster, asked_for, point_processes, running_node
+from ray_clusters import Cluster, asked_for, point_processes
 
 from orchestrator.provenance import user
 from orchestrator.store import Store, StoreError, journal, queries
@@ -159,16 +159,6 @@ def test_a_driver_is_stopped_while_ray_connects(cluster: Cluster, home: Path) ->
     assert (driver.returncode, out, err) == (130, "", "")
     with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
         assert list(queries.runs(store)["state"]) == ["cancelled"]
-
-
-def test_a_sweep_stays_on_the_type_of_card_that_was_probed(cluster: Cluster, home: Path) -> None:
-    options = ["--num-gpus=1", '--resources={"accelerator_type:H100": 1}']
-    with running_node(cluster, "H100", 1, *options, CUDA_VISIBLE_DEVICES="4"):
-        done = drive(cluster, home, DRILL, *settings("[ok, ok, ok]", "resources={num_gpus: 1, num_cpus: 1}"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    cards = {outcome.environment["variables"]["CUDA_VISIBLE_DEVICES"] for outcome in outcomes(home)}
-    assert cards == {"4"} or cards <= {"0", "1"}
-    assert f", {1 if '4' in cards else 2} at a time" in done.stdout  # the node of the other type has room as well
 
 
 def _measuring(cluster: Cluster, home: Path, attempt: int = 1) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""The Triton backend's values and gradients on a CUDA device, over heads, head dims, lengths, sizes and layouts."""
+"""Values and gradients of the Triton backend on a CUDA device, over heads, lengths, sizes, layouts; of chunked, too."""
 
 import pytest
 import torch
@@ -266,3 +266,38 @@ def test_a_gradient_need_not_be_contiguous(make_case):
     ours = torch.autograd.grad(out, case.leaves, towards, retain_graph=True)
     want = torch.autograd.grad(out, case.leaves, towards.contiguous())
     assert all(torch.equal(x, y) for x, y in zip(ours, want, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 777])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (4, 4, 128), (16, 1, 32)])
+def test_chunked_in_float32_is_the_oracle(make_case, tokens, heads, kv_heads, dim):
+    case = make_case(tokens, heads, kv_heads, dim, torch.float32)
+    pairs = zip(case.run(SMALL, "chunked"), case.run(SMALL, "reference"), strict=True)
+    assert all((got - want).abs().max() < 1e-3 for got, want in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_in_half_precision_is_as_good_as_an_eager_run(make_case, dtype):
+    case = make_case(2500, dtype=dtype)
+    different = (case.blocks(PAPER, "chunked") != case.blocks(PAPER, "reference")).any(-1).float().mean().item()
+    assert different < 1e-3  # only scores that differ in the last bits of float32 may swap
+    exact = case.to(torch.float64).run(PAPER, "reference")
+    eager, actual = case.run(PAPER, "naive"), case.run(PAPER, "chunked")
+    for got, other, want in zip(actual, eager, exact, strict=True):
+        assert distance(got, want) <= 2 * distance(other, want)
+
+
+def test_chunked_gives_the_same_bits_twice(make_case):
+    case = make_case(5000)
+    first, second = (case.run(PAPER, "chunked") for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_chunked_does_not_wait_for_the_device(make_case):
+    case = make_case(3000)
+    case.run(PAPER, "chunked")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run(PAPER, "chunked")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

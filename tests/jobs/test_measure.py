@@ -1,7 +1,9 @@
-"""The instruments: clock, memory, statistics, environment."""
+"""The instruments: clock, memory, statistics, environment; and what importing and probing them costs."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,32 @@ def test_flops_follow_the_weights_and_the_keys_that_are_visited() -> None:
     fewer = NSAConfig(cmp_block=4, cmp_stride=4, slc_block=4, slc_count=2, init_blocks=0, local_blocks=1, window=1)
     selected = 36 + (5 + 6 + 7 + 8)
     assert visited_keys(ModelConfig(**shape, nsa=fewer), 12) == pytest.approx((15 + selected + 12) / 12)
+
+
+IMPORTS = """
+import sys
+from jobs.specs.kinds import kinds
+assert {"scaling", "train", "drill"} <= set(kinds())
+import jobs.hardware.telemetry, jobs.hardware.machine
+print([name for name in ("ray", "sqlalchemy", "streamlit", "orchestrator", "dashboard") if name in sys.modules])
+import orchestrator.judge.analysis, orchestrator.judge.branches
+long = ("scipy", "sympy", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+print([name for name in long if name in sys.modules])
+"""
+
+
+PROBE = """
+import sys
+from jobs.hardware.machine import probe
+print(probe("cpu").fingerprint["torch"], "torch" in sys.modules)
+"""
+
+
+def test_the_probe_of_a_cpu_does_not_import_pytorch() -> None:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [torch.__version__, "False"]
+
+
+def test_jobs_import_none_of_the_packages_above_them_nor_what_few_runs_need() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "[]"]

@@ -7,7 +7,9 @@ i + T - S + right, where T is the number of keys, and -1 or None means no bound.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from nsa_core import (
     nsa_attention,
     routes,
 )
-from nsa_core.backends import chunked, flash
+from nsa_core.backends import chunked, dense, flash
 from nsa_core.backends.flash import Host
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -56,44 +58,27 @@ def _plain_packed(q: Tensor, k: Tensor, v: Tensor, bounds: list[Tensor], scale: 
     return torch.cat([_plain(*(x[None] for x in part), scale, *sides)[0] for part in parts])
 
 
-def _flash_attn_2(asked: list[bool]) -> ModuleType:
-    module = ModuleType("flash_attn")
+def _flash_attn(name: str, asked: list[bool]) -> ModuleType:
+    """Version 2 gives an output, version 4 (`cute`) a pair."""
 
-    def flash_attn_func(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), *, deterministic
-    ):
-        assert causal
-        asked.append(deterministic)
-        return _plain(q, k, v, softmax_scale, window_size[0], 0)
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), *, deterministic,
-    ):  # fmt: skip
-        assert causal
-        assert max_seqlen_q >= cu_seqlens_q.diff().max()
-        assert max_seqlen_k >= cu_seqlens_k.diff().max()
-        return _plain_packed(q, k, v, [cu_seqlens_q, cu_seqlens_k], softmax_scale, window_size[0], 0)
-
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    return module
-
-
-def _flash_attn_4(asked: list[bool]) -> ModuleType:
-    module = ModuleType("flash_attn.cute")
+    def given(out: Tensor) -> Any:
+        return (out, None) if name.endswith("cute") else out
 
     def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, deterministic):
         assert causal
         asked.append(deterministic)
-        return _plain(q, k, v, softmax_scale, window_size[0], 0), None
+        return given(_plain(q, k, v, softmax_scale, window_size[0], 0))
 
     def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size,
         deterministic,
     ):  # fmt: skip
         assert causal
-        return _plain_packed(q, k, v, [cu_seqlens_q, cu_seqlens_k], softmax_scale, window_size[0], 0), None
+        assert max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert max_seqlen_k >= cu_seqlens_k.diff().max()
+        return given(_plain_packed(q, k, v, [cu_seqlens_q, cu_seqlens_k], softmax_scale, window_size[0], 0))
 
+    module = ModuleType(name)
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     return module
 
@@ -109,8 +94,8 @@ def _varlen_attn(
 def asked(monkeypatch):
     """Replace all kernels by stand-ins, on a host that has them; lists the `deterministic` they were given."""
     asked: list[bool] = []
-    monkeypatch.setitem(sys.modules, "flash_attn", _flash_attn_2(asked))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", _flash_attn_4(asked))
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, _flash_attn(name, asked))
     monkeypatch.setattr(varlen, "varlen_attn", _varlen_attn)
     monkeypatch.setattr(flash, "here", lambda device: Host(H200, {}))
     monkeypatch.setattr(flash, "unavailable", lambda device, dtype: None)
@@ -250,3 +235,61 @@ def test_branches_of_triton_are_computed_at_once(asked, make_case, config, backe
     out = nsa_attention(*case.leaves, config, backend=backend)
     assert fused.at_once == at_once
     _assert_near([out], [nsa_attention(*case.to(torch.float64).leaves, config, backend="reference")])
+
+
+A100, B200 = (8, 0), (10, 0)
+NO_PACKAGES = flash.lacking({})
+HOPPER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
+OTHERS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+
+CHOICES = [
+    # capability, what lacks, dtype, head dim, case, the candidates
+    (H200, {}, BF16, 64, "square", ("flash-attn-4",)),
+    (H200, NO_PACKAGES, BF16, 64, "square", HOPPER),
+    (H200, {}, BF16, 64, "one row", OTHERS),
+    (H200, {}, BF16, 264, "square", HOPPER),
+    (A100, {}, BF16, 64, "square", ("flash-attn-2",)),
+    (A100, NO_PACKAGES, BF16, 64, "square", OTHERS),
+    (B200, {}, BF16, 136, "square", HOPPER),
+    (None, {}, BF16, 64, "square", OTHERS),
+    (H200, {}, BF16, 64, "band", ("flash-attn-4",)),
+    (H200, NO_PACKAGES, BF16, 64, "band", ("torch-varlen",)),
+    (A100, {}, torch.float16, 64, "band", ("flash-attn-2",)),
+    (H200, {}, FP32, 64, "band", ("chunked",)),
+    (H200, {}, BF16, 264, "band", ("chunked",)),
+    ((7, 5), {}, BF16, 64, "band", ("chunked",)),
+]
+
+REFUSALS = [
+    # kernel, capability, what lacks, dtype, head dim, case, why
+    ("flash-attn-4", A100, {}, BF16, 64, "square", r"9\.0 to 11\.x, this one has 8\.0; use one of auto, sdpa"),
+    ("flash-attn-4", H200, NO_PACKAGES, BF16, 64, "band", "flash-attn-4 is not installed .*: pip install flash-a"),
+    ("torch-varlen", H200, {}, FP32, 64, "square", "it computes bfloat16 and float16, not float32; use one of auto$"),
+    ("sdpa-cudnn", H200, {}, BF16, 64, "band", "neither windows nor several rows"),
+    ("sdpa-flash", H200, {}, BF16, 512, "square", "head dims up to 256 there, not 512"),
+    ("flash9", H200, {}, BF16, 64, "square", "use one of auto, sdpa-cudnn, sdpa-flash, flash-attn-4, flash-attn-2"),
+]
+
+
+@pytest.mark.parametrize(("capability", "lacks", "dtype", "width", "case", "expected"), CHOICES)
+def test_the_fastest_usable_kernel_is_taken(capability, lacks, dtype, width, case, expected):
+    assert dense.candidates("auto", case, Host(capability, lacks), dtype, width) == expected
+
+
+@pytest.mark.parametrize(("kernel", "capability", "lacks", "dtype", "width", "case", "why"), REFUSALS)
+def test_an_unusable_kernel_is_refused_with_the_reason(kernel, capability, lacks, dtype, width, case, why):
+    with pytest.raises(BackendError, match=rf"^backend: '{kernel}': .*{why}"):
+        dense.candidates(kernel, case, Host(capability, lacks), dtype, width)
+
+
+def test_a_package_that_does_not_load_is_not_taken(monkeypatch):
+    def version(package: str) -> str:
+        if package == "flash-attn":
+            return "2.8.3"
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(flash.metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # its import raises ImportError
+    lacks = flash._lacking.__wrapped__()
+    assert lacks["flash-attn-2"].startswith("flash-attn 2.8.3 does not load: ")
+    assert lacks["flash-attn-4"] == "flash-attn-4 is not installed on the GPU host: pip install flash-attn-4"

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_core import NSAConfig, nsa_attention, select_blocks
-from nsa_core.backends import _common, packed
+from nsa_core import NSAConfig, select_blocks
+from nsa_core.backends import _common
 
 
 def by_the_letter(scores, t, config):
@@ -95,19 +95,3 @@ def test_a_needles_block_is_selected(tokens, depth, name):
     q[:] = q[:, :1, :1]
     blocks = select_blocks(q, k, config, backend=name)
     assert (blocks == needle // config.slc_block).any(-1).all()
-
-
-def test_groups_of_packed_are_not_given_to_cudnn(monkeypatch, make_case, config):
-    """Presumably it plans for every number of keys: first passes took minutes."""
-    asked, attend = [], packed.scaled_dot_product_attention
-
-    def spy(*operands, **options):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*operands, **options)
-
-    monkeypatch.setattr(packed, "scaled_dot_product_attention", spy)
-    case = make_case(90)
-    nsa_attention(*case.leaves, config, backend="packed")
-    assert len(asked) > 50
-    assert not any(asked)
-    assert torch.backends.cuda.cudnn_sdp_enabled()

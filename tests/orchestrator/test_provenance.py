@@ -1,4 +1,4 @@
-"""The commit that a run is stored with is that of its own sources."""
+"""The commit of a run is that of its own sources, and is looked up in the checkout's history."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.judge import evidence
+from orchestrator.judge.evidence import in_history  # before conftest.py replaces it
 from orchestrator.provenance import GitState, git_state
 
 
@@ -51,3 +53,26 @@ def test_a_checkout_that_git_refuses_is_told_by_its_first_line(
     (ours / ".git").write_text("gitdir: gone")
     assert git_state(ours) == GitState()
     assert re.match(r"warning: .*ours: its commit is unknown \(fatal: not a git .*set NSA_", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("folder", "forged"), [(".", False), ("site-packages", True)], ids=["checkout", "installed in a repository"]
+)
+def test_a_commit_is_looked_up_in_the_checkout_alone(
+    tmp_path: Path, folder: str, forged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*command: str) -> str:
+        person = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", "-C", tmp_path, *person, *command], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(evidence, "SOURCES", tmp_path / folder)
+    in_history.cache_clear()
+    try:
+        own, foreign = git("rev-parse", "HEAD"), "f" * 40
+        assert in_history(frozenset({own, foreign})) == ({own, foreign} if forged else {own})
+    finally:
+        in_history.cache_clear()

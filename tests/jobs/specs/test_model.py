@@ -10,7 +10,8 @@ from travelling import CPU, travelled
 from jobs.specs.kinds import kinds
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
-from nsa_core import NSAConfig
+from nsa_core import NSAConfig, memory
+from nsa_core.memory import MemoryEstimate
 
 OWN = {"layers": 3, "dim": 48, "heads": 6, "kv_heads": 2, "nsa": {"window": 64}}
 SIZED = OWN | {"vocab_size": 256}
@@ -28,6 +29,13 @@ MORE = {
     "decode": PASSES | {"workload": "model"},
     "backward": {"implementations": ["chunked"]},
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What memory is predicted is in no axis, and takes seconds."""
+    monkeypatch.setattr(memory, "_along_tokens", lambda *_: MemoryEstimate(0, 0, 0, 0, 0, 0))
+
 
 TEXTS = ("train", "diagnose", "soak", "needle")
 MODELLED = [name for name, module in kinds().items() if "model" in module.Spec.model_fields]

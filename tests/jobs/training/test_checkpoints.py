@@ -23,10 +23,10 @@ from token_data import make_tokenizer, texts, write
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from trainings import Watching, by_name, interrupt, of_the_kill, small, trains_alike, write_text
-from travelling import travelled
+from travelling import CPU, travelled
 from warm_ranks import WarmRanks
 
-from jobs.schema.point import Machine, Measurement
+from jobs.schema.point import Measurement
 from jobs.train import Spec, measure
 from jobs.training.checkpoints import folder as folder_module
 from jobs.training.checkpoints.folder import MANIFEST, CheckpointError, CheckpointFolder
@@ -34,7 +34,6 @@ from jobs.training.checkpoints.saving import Writer
 from jobs.training.errors import Diverged, Stopped, Suspended
 from nsa_core.model import PRESETS, NSATransformer
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 STEPS = 12
 
 

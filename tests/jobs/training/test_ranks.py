@@ -17,11 +17,11 @@ import psutil
 import pytest
 import torch
 from trainings import EARLY, Keeping, by_name, small, trains_alike
-from travelling import travelled
+from travelling import CPU, travelled
 from warm_ranks import WarmRanks
 
 from jobs.diagnosis.rank_state import RankState
-from jobs.schema.point import FAILURE_FILES, Machine, Measurement
+from jobs.schema.point import FAILURE_FILES, Measurement
 from jobs.schema.states import PointState
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import Deadlines, SpecError
@@ -32,8 +32,6 @@ from jobs.training.errors import Diverged
 from nsa_core.model import PRESETS, NSATransformer
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Progress, SeriesRecord
-
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
 def _data(text: Path, **changes: Any) -> dict[str, Any]:

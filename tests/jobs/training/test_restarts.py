@@ -14,18 +14,16 @@ from typing import Any
 import psutil
 import pytest
 from trainings import Keeping, small
-from travelling import travelled
+from travelling import CPU, travelled
 
 from jobs.process.messages import Beat, RankFailure
 from jobs.process.reporter import ProcessReporter
-from jobs.schema.point import Machine, RanksEnded
+from jobs.schema.point import RanksEnded
 from jobs.train import Case, Spec, measure
 from jobs.training import launch
 from jobs.training.checkpoints.folder import CheckpointFolder, Manifest
 from jobs.training.errors import RankDied, RankFailed, Stopped, Suspended
 from jobs.training.launch import RankWatch, run_ranks
-
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 
 
 def _case(text: Path, **changes: Any) -> Case:

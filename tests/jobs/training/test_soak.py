@@ -14,11 +14,11 @@ import pytest
 import torch
 from processes import descendants
 from trainings import Keeping, by_name, of_the_kill, small
-from travelling import travelled
+from travelling import CPU, travelled
 from warm_ranks import WarmRanks
 
 from jobs.hardware.stats import common_slope
-from jobs.schema.point import STARTING, Machine, Measurement
+from jobs.schema.point import STARTING, Measurement
 from jobs.soak import QUANTITIES, Spec, compare_ranks, measure, memory
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
@@ -26,9 +26,6 @@ from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.rank import train_rank
 from jobs.training.soak import INTERVALS, Interval, SoakHistory, SoakPlan, SoakWatch
-
-CPU = Machine("cpu", "test processor", 8 * 2**30)
-
 
 TAME = {"warmup_steps": 3, "learning_rate": 1e-3}  # so that what is rounded stays small for hundreds of steps
 

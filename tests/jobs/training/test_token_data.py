@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,20 +13,20 @@ import pytest
 import tokenizers
 import torch
 from token_data import END, make_tokenizer, texts, write
-from travelling import travelled
+from travelling import CPU, travelled
 
-from jobs.schema.point import Beat, Machine, Measurement
+from jobs.schema.point import Beat, Measurement
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.saving import packed
+from jobs.training.data import debian
 from jobs.training.data.corpus import Corpus, DataError, held_out
 from jobs.training.data.spec import DataSpec
 from jobs.training.data.token_corpus import heldout_texts, load_tokens, open_dataset, read, shuffled
 from nsa_core.model import ModelConfig, NSATransformer
 from nsa_core.packed_sequences import document_bounds
 
-CPU = Machine("cpu", "test processor", 8 * 2**30)
 SILENT: Beat = lambda *_: None  # noqa: E731
 
 
@@ -289,3 +290,42 @@ def test_a_tokenizer_that_is_another_one_on_the_node_is_refused(documents: Path,
     spec = DataSpec.model_validate(_data(documents, tokenizer))
     with pytest.raises(DataError, match=r"has 320 tokens, but the model was planned for 256: .*on all hosts$"):
         load_tokens(spec, 256, 4, 32, 0, SILENT)
+
+
+WORDS = "a line of words that is long enough to be kept\n" * 40
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """An unpacked package."""
+    folder = tmp_path / "package"
+    (folder / "_sources").mkdir(parents=True)
+    page = f"<html><head><title>no</title></head><script>no()</script><p>{WORDS}</p><footer>no</footer></html>"
+    (folder / "page.html").write_text(page)
+    (folder / "notes.txt.gz").write_bytes(gzip.compress(f"notes\n{WORDS}".encode()))
+    (folder / "code.c").write_text(f"code\n{WORDS}")
+    (folder / "_sources" / "page.rst").write_text(f"again\n{WORDS}")
+    (folder / "short.md").write_text("a stub")
+    (folder / "latin.txt").write_bytes(b"\xe9" * 2_000)
+    (folder / "image.png").write_text(WORDS)
+    (folder / "link.txt").symlink_to("code.c")
+    return folder
+
+
+def test_pages_notes_and_sources_become_a_dataset_that_a_training_reads(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(text.split("\n")[0] for text in debian.documents(package)) == [
+        "a line of words that is long enough to be kept",
+        "code",
+        "notes",
+    ]
+    assert not any("no" in text.split() for text in debian.documents(package))
+    monkeypatch.setattr(debian, "VOCABULARY", 300)
+    for out in (tmp_path / "one", tmp_path / "two"):
+        debian.write([*debian.documents(package)], out)
+    assert [path.read_bytes() for path in sorted((tmp_path / "one").rglob("*.*"))] == [
+        path.read_bytes() for path in sorted((tmp_path / "two").rglob("*.*"))
+    ]
+    spec = DataSpec(path=tmp_path / "one" / "text", tokenizer_path=tmp_path / "one" / "tokenizer.json")
+    assert spec.vocabulary() == 320  # 300 up to a multiple of 64

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from nsa_core import NSAConfig
 from nsa_core.cache import DenseCache, NSACache
 from nsa_core.errors import BackendError
-from nsa_core.kernels.runtime.launch import Launch, Started, compile_only, launch, observe, record
+from nsa_core.kernels.runtime.launch import Started, launch, observe, record
 from nsa_core.kernels.runtime.tiles import Tile
 from nsa_core.kernels.runtime.tma import Tiled
 
@@ -239,14 +238,3 @@ def test_the_rows_of_a_chunk_are_counted_in_32_bits(heads: int, kv_heads: int, d
     q = torch.empty(1, 1 << 20, heads, dim, dtype=torch.bfloat16, device="meta")
     rows = inverse.slot_rows(q, kv_heads, dim, free)
     assert 0 < rows * heads * dim < 1 << 31
-
-
-def test_constants_stay_specialized_where_a_kernel_is_only_compiled() -> None:
-    """Triton 3.6 refuses to compile a constant that is not to be specialized."""
-    params = [SimpleNamespace(name=name, do_not_specialize=False) for name in Kernel.arg_names]
-    seen: list[tuple[Any, ...]] = []
-    kernel = SimpleNamespace(params=params, arg_names=Kernel.arg_names, warmup=lambda *given, **_: seen.append(given))
-    asked = Launch(kernel, (1,), {"X": torch.empty(2), "size": 2}, {"D": 64}, Tile(), "stage")
-    compile_only(asked, torch.device("cuda", 0))
-    assert [param.do_not_specialize for param in params] == [False, True, False]
-    assert seen == [(torch.float32, 2, 64)]

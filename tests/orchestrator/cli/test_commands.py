@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +21,7 @@ from orchestrator.provenance import user
 from orchestrator.run import plan
 from orchestrator.store import Store, journal, queries
 from orchestrator.store.journal import Journal
-from orchestrator.store.records import StartRecord
+from orchestrator.store.records import Record, StartRecord
 
 DEMO = Path(__file__).resolve().parents[3] / "jobs" / "configs" / "demo.yaml"
 RUN = "20261120-120000-demo-abcd"
@@ -150,3 +155,91 @@ def test_what_a_terminal_acts_on_is_shown_as_an_escape(nsa: Nsa, home: Path, swe
     assert not {"\x1b", "\x9b"} & set(out)
     assert "\\x1b[2J\\x9b31m :warning: " in " ".join(out.split())
     assert len(out) < 20_000
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a torn line", b"no journal\n"])
+def test_a_file_that_is_not_its_journal_stays_as_it_is(
+    nsa: Nsa, home: Path, sweep: Callable[..., list[Record]], content: bytes | None
+) -> None:
+    """Its path comes with an imported journal, so it may be any. None: the journal of another run."""
+    path = home / "other" / "journal.jsonl"
+    first, *points = [r for r in sweep("r2", laws={"chunked": 1.0}) if r.type in ("run", "point")]
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        store.apply_many([first.model_copy(update={"artifacts": str(path.parent)}), *points])
+    if content is None:
+        with Journal(path) as journal:
+            journal.append(sweep("r1"))
+        content = path.read_bytes()
+    else:
+        path.parent.mkdir()
+        path.write_bytes(content)
+    done = nsa("cancel", "r2")
+    assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
+    assert "marked 4 unfinished points of r2 as cancelled in the database alone: " in done.out
+    with Store.open(f"sqlite:///{home / 'nsa.db'}") as store:
+        assert set(queries.points(store, "r2")["state"]) == {"cancelled"}
+    assert path.read_bytes() == content
+
+
+MISUSED = [
+    # arguments, the line expected
+    (["runs", "--limit", "9" * 20], r"'--limit': .*less than or equal to 1000000, not '9+'; see `nsa runs --help`"),
+    (["runs", "--limt", "3"], r".*: --limt .*--limit.*; see `nsa runs --help`"),
+    (["runs", "--\x1b[31m"], r".*: --\\x1b\[31m; see `nsa runs --help`"),
+    (["export"], r"--out: is missing; give it, see `nsa export --help`"),
+    (["show", "a", "b", "c"], r".*\(b c\); see `nsa show --help`"),
+]
+
+
+@pytest.mark.parametrize(("args", "line"), MISUSED, ids=[" ".join(args)[:20] for args, _ in MISUSED])
+def test_a_mistake_on_the_command_line_is_one_line(nsa: Nsa, args: list[str], line: str) -> None:
+    code, out, err = nsa(*args)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: .*{line}\n", err), err
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    code = "import sys; from orchestrator.cli.commands import app; app(['--help'], standalone_mode=False)"
+    heavy = "print({'pandas', 'sqlalchemy', 'ray', 'torch', 'altair'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", f"{code}; {heavy}"], capture_output=True, text=True, check=True)
+    assert "diagnose" in done.stdout
+    assert done.stdout.endswith("set()\n")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)\n"
+JOBS = ["-m", "jobs", "--help"]
+
+
+def console_script() -> list[str]:
+    """Arguments of Python for what pip makes of the console script `nsa`."""
+    module, _, call = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["nsa"].partition(":")
+    return ["-c", f"import sys; from {module} import {call}; sys.exit({call}())", "runs"]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT's handling, which processes started here inherit; tests that a shell runs in the background lack it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        (console_script(), "typer"),
+        (console_script(), "pydantic_settings"),
+        (JOBS, "pydantic"),
+    ],
+    ids=["nsa-typer", "nsa-settings", "jobs-pydantic"],
+)
+def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path: Path, command: list[str], package: str) -> None:
+    """A package that the command imports at its beginning is replaced by one in which the signal arrives."""
+    (tmp_path / f"{package}.py").write_text(INTERRUPTED)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "NSA_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

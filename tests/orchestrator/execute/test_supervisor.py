@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +17,14 @@ from supervised import Ended, supervised
 
 from jobs.hardware.telemetry import TelemetrySummary
 from jobs.process import child, messages
-from jobs.schema.point import WAITING, Measurement, Metric, Samples
+from jobs.process.child import Channel
+from jobs.process.messages import MeasurePoint
+from jobs.schema.point import WAITING, Interrupted, Measurement, Metric, Samples
 from jobs.schema.quantities import GPU_UTILIZATION
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
-from orchestrator.execute import supervisor
+from orchestrator.execute import point, supervisor
+from orchestrator.execute.point import measure_point
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.store.records import ArtifactRecord, OutcomeRecord, Progress, StartRecord
 
@@ -257,3 +262,42 @@ def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
     assert end is not None
     assert (end.state, end.result) == ((PointState.ERROR, None) if problem else (PointState.OK, done))
     assert str(end.reason).startswith(f"WrongResult: samples of time {problem}" if problem else "None")
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    fd = os.open(os.devnull, os.O_WRONLY)
+    yield Channel(fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ("value = float('nan')", ValueError, "metric time is not finite"),
+        ("beat.sample(1, {'lost': 1.0})", ValueError, "series lost: is not declared by this name"),
+    ],
+)
+@pytest.mark.usefixtures("snippet_kind")
+def test_a_measurement_that_is_not_as_declared_is_an_error(
+    channel: Channel, code: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        measure_point(MeasurePoint("snippet", {"code": code}, "cpu"), channel)
+
+
+def test_sigterm_while_a_point_is_prepared_cancels_it(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+
+    def imported(_name: str) -> SimpleNamespace:
+        signal.raise_signal(signal.SIGTERM)
+        return SimpleNamespace(QUANTITIES=(), measure=measured.append)
+
+    monkeypatch.setattr(point, "kind_module", imported)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(Interrupted, match="SIGTERM came before the measurement had begun: nsa submit SPEC"):
+            measure_point(MeasurePoint("snippet", {}, "cpu"), channel)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert measured == []

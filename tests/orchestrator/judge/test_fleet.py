@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +18,8 @@ from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.judge.fleet import Card, Level, judge_cards, require_preflight
 from orchestrator.report import fleet as tables
-from orchestrator.store import Store, queries
+from orchestrator.store import Store
 from orchestrator.store import records as rec
-from orchestrator.store.exporter import export
-from orchestrator.store.importer import import_file
 
 WELL: Mapping[str, Any] = {
     "limit": 700_000,
@@ -209,17 +206,6 @@ def test_a_preflight_that_named_no_card_is_unknown_until_one_does(
     assert card.findings[0][:4] == ("preflight", Level.UNKNOWN, "lost", "its node died")
     preflight(sqlite_store, {}, monkeypatch)
     assert {card.label[:-2] for card in judge_cards(sqlite_store)} == {"NVIDIA H200"}
-
-
-def test_a_preflight_of_an_imported_table_is_no_look_at_a_card(
-    driver: None, sqlite_store: Store, monkeypatch, tmp_path: Path
-) -> None:
-    preflight(sqlite_store, {}, monkeypatch)
-    export(sqlite_store, tmp_path / "preflight.csv", ["r"])
-    with Store.open(f"sqlite:///{tmp_path}/other.db") as other:
-        import_file(other, tmp_path / "preflight.csv")
-        assert len(queries.points(other, queries.runs(other).run_id[0])) == 8
-        assert judge_cards(other) == []
 
 
 def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store: Store, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,11 +16,11 @@ from statements import verdicts_of
 import orchestrator
 from jobs.schema.states import PointState, Result, RunState
 from orchestrator.judge.rules import DEFAULT_GATES, GatesError, load_gates
-from orchestrator.judge.verdicts import TargetVerdict, evaluate, save_verdicts
+from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate, save_verdicts
 from orchestrator.report.summary import print_verdicts
 from orchestrator.store import Store
 from orchestrator.store.importer import import_file
-from orchestrator.store.records import MetricData, OutcomeRecord, Record
+from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record
 
 DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
@@ -300,3 +301,87 @@ def test_an_unknown_target_is_named():
         load_gates().only("linear")
     with pytest.raises(GatesError, match="target: 'linear-scaling/' is unknown"):
         load_gates().only("linear-scaling/")
+
+
+@pytest.mark.parametrize("state", [None, RunState.CANCELLED, RunState.FAILED])
+def test_a_run_that_is_measured_again_is_evidence_while_its_outcomes_count(
+    sqlite_store: Store, sweep, tmp_path: Path, state: RunState | None
+) -> None:
+    """A run that is measured again is complete while each of its points has an outcome."""
+    time = {"kind": "metric", "metric": "time", "unit": "ms", "at_most": 1000, "every": True}
+    gates = gates_of(tmp_path, time, {"kind": "states", "none_of": ["error"]})
+    records = sweep("run")
+    sqlite_store.apply_many(records)
+    [before] = evaluate(sqlite_store, gates)
+    assert before.result is GO
+    late = {"at": records[-1].at, "resumed": 1}
+    plans = [record.model_copy(update=late | {"attempt": 1}) for record in records if isinstance(record, PointRecord)]
+    sqlite_store.apply_many([records[0].model_copy(update=late), *plans])
+    if state is not None:
+        sqlite_store.apply_many([records[-1].model_copy(update=late | {"state": state})])
+    [while_again] = evaluate(sqlite_store, gates)
+    assert while_again.rules == before.rules
+    wrong = {"run_id": "run", "point_id": plans[0].point_id, "attempt": 2, "at": records[-1].at}
+    sqlite_store.apply_many([OutcomeRecord(**wrong, state=PointState.ERROR, reason="wrong")])
+    [after] = evaluate(sqlite_store, gates)
+    assert [rule.result for rule in after.rules] == [UNKNOWN, NO_GO]
+
+
+# Losses are compared only where both trainings read the same text: files may be edited between two points of a run.
+
+BYTES = {"files": 3, "train_bytes": 900, "heldout_bytes": 100, "sha256": "aa"}
+TOKENS = {"heldout_sha256": "bb", "tokenizer_sha256": "cc", "documents": 7}
+
+
+@pytest.fixture
+def judged(sqlite_store: Store, sweep, tmp_path: Path):
+    """Judges a run with losses of NSA and dense attention, each trained on a text of its own."""
+
+    def judge(
+        nsa: Any, dense: Any, metric: str = "heldout_loss", unit: str = "nat/byte", run: str = "r"
+    ) -> RuleVerdict:
+        records: list[Record] = []
+        for record in sweep(run, laws={"triton": 1.0, "dense": 1.0}, lengths=(2048,)):
+            if isinstance(record, OutcomeRecord):
+                training = nsa if record.point_id.endswith("/0") else dense
+                metrics = (MetricData(name=metric, unit=unit, value=1.5),)
+                environment = record.environment | ({} if training is None else {"training": {"corpus": training}})
+                record = record.model_copy(update={"metrics": metrics, "environment": environment})
+            records.append(record.model_copy(update={"at": record.at.replace(year=2025 if run == "old" else 2026)}))
+        sqlite_store.apply_many(records)
+        sides = {
+            side: {"metric": metric, "where": {"implementation": name}}
+            for side, name in (("numerator", "triton"), ("denominator", "dense"))
+        }
+        return evaluate(sqlite_store, gates_of(tmp_path, {"kind": "ratio", "at_most": 1.02, **sides}))[0].rules[0]
+
+    return judge
+
+
+@pytest.mark.parametrize("other", [BYTES | {"sha256": "dd"}, TOKENS])
+def test_losses_on_different_texts_are_not_compared(judged, other: dict) -> None:
+    judged(BYTES, BYTES, run="old")
+    verdict = judged(BYTES, other, run="r")
+    assert (verdict.result, verdict.value, verdict.run_id) == (UNKNOWN, None, "r")
+    assert verdict.reason.startswith(
+        "not comparable: triton S=2048 and dense S=2048 were trained on different texts, as the files changed between "
+        "them; run r at cccccccccc; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("nsa", "dense"),
+    [
+        (BYTES, dict(BYTES)),
+        (TOKENS, TOKENS | {"documents": 9}),
+        (BYTES, None),  # of a kind, or a version, that says nothing of a text
+        ("of a strange kind", BYTES),
+        ({"needles": 8}, {"needles": 8}),
+    ],
+)
+def test_losses_on_the_same_text_are_compared(judged, nsa: Any, dense: Any) -> None:
+    assert judged(nsa, dense).result is GO
+
+
+def test_speed_is_compared_on_any_text(judged) -> None:
+    assert judged(BYTES, TOKENS, metric="throughput", unit="1").result is GO

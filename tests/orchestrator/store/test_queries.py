@@ -6,7 +6,6 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from sqlalchemy import select, text
 
@@ -47,15 +46,6 @@ def filled(store: Store, sweep) -> Store:
         ]
     )  # fmt: skip
     return store
-
-
-def test_runs_count_their_points(filled: Store):
-    frame = queries.runs(filled)
-    assert frame.run_id.tolist() == [RUN, "seeds"]
-    first = frame.iloc[0]
-    assert (first.points, first.ok, first.failed, first.skipped, first.running) == (10, 8, 1, 1, 0)
-    assert (first.state, first.origin, first.gpu) == ("done", "measured", "NVIDIA H200")
-    assert first.created_at == pd.Timestamp("2026-11-20 12:00", tz="UTC")
 
 
 @pytest.mark.parametrize(
