@@ -117,7 +117,7 @@ def test_an_empty_store_gives_empty_frames_with_the_same_columns(store: Store):
 
 def test_the_documented_queries_run(filled: Store):
     examples = re.findall(r"```sql\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 10
     with filled.engine.connect() as connection:
         rows = [connection.execute(text(example)).all() for example in examples]
-    assert [len(found) for found in rows] == [8, 2, 0, 0, 0, 0]
+    assert [len(found) for found in rows] == [8, 2, 0, 0, 0, 0, 0, 0, 1, 1]
