@@ -52,7 +52,8 @@ def _database() -> None:
     st.caption(f":material/database: **Database**  \n{parts.code(name)}")
     failed = sum(counts[f"points_{state}"] for state in FAILED)
     if changed is not None:
-        st.caption(f":material/schedule: **Last change**  \n{parts.duration(changed)} ago ({changed:%Y-%m-%d})")
+        day = parts.moment(changed, "%Y-%m-%d")
+        st.caption(f":material/schedule: **Last change**  \n{parts.duration(changed)} ago ({day})")
     st.caption(
         f":material/inventory_2: **Holds**  \n{parts.count(counts['runs_measured'], 'measured run')}, "
         f"{counts['runs_reported']} reported  \n{parts.count(counts['points_ok'], 'point')} ok, {failed:,} failed, "

@@ -47,7 +47,8 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
     ended = st.column_config.ProgressColumn(
         format="%.0f %%", min_value=0, max_value=100, width="small", help="share of the points that ended"
     )
-    started = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone="UTC", help="UTC")
+    zone = str(parts.zone())
+    started = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone=zone, help=zone)
     columns: dict[str, Any] = {"Ended": ended, "Started": started}
     columns |= dict.fromkeys(("Points", "Headline figure"), st.column_config.TextColumn(width="medium"))
     return _clicked(cells, [row["run_id"] for row in rows], columns, key)

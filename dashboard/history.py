@@ -74,7 +74,7 @@ def _cell(history: History, quantity: Quantity) -> None:
     for before, reading in zip((None, *history.readings), history.readings, strict=False):
         change = changes.get(reading.run_id)
         rows.append(
-            {"reading": f"{reading.commit} · {reading.at:%Y-%m-%d %H:%M:%S}", "commit": reading.commit}
+            {"reading": f"{reading.commit} · {parts.moment(reading.at, '%Y-%m-%d %H:%M:%S')}", "commit": reading.commit}
             | {"run": reading.run_id, "value": reading.value, "p10": reading.p10, "p90": reading.p90}
             | {"else": differing(before, reading) if before else "", "change": change and result(change, quantity)}
             | {"result": "" if change is None else "may be noise" if change.doubt else change.change.value}

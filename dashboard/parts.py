@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlencode
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import pandas as pd
+import streamlit as st
 
 from jobs.schema import plain_text
 from jobs.schema.quantities import readable, readable_bytes
@@ -92,9 +94,17 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def moment(at: object) -> str:
-    """Time in UTC to the second; a dash if missing."""
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC" if isinstance(at, datetime) and not pd.isna(at) else "–"
+def zone() -> ZoneInfo:
+    """The time zone of the reader's browser; UTC where it names none that is known here."""
+    try:
+        return ZoneInfo(st.context.timezone or "UTC")
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        return ZoneInfo("UTC")
+
+
+def moment(at: object, form: str = "%Y-%m-%d %H:%M:%S %Z") -> str:
+    """Time of the reader's clock; a dash if missing."""
+    return at.astimezone(zone()).strftime(form) if isinstance(at, datetime) and not pd.isna(at) else "–"
 
 
 def duration(start: object, end: object = None) -> str:

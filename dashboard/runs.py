@@ -94,7 +94,7 @@ def _run_page(store: Store, run_id: str) -> None:
             st.caption("Nothing out of the ordinary happened.")
         else:
             names = {"at": "When", "level": "Level", "message": "What", "point_id": "Point"}
-            when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone="UTC")
+            when = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", timezone=str(parts.zone()))
             shown = found.assign(message=found["message"].map(in_a_line)).rename(columns=names)
             st.dataframe(shown, hide_index=True, column_config={"When": when})
 

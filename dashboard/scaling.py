@@ -50,10 +50,10 @@ class Choice(NamedTuple):
 
 def choose(store: Store, runs: pd.DataFrame) -> Choice:
     """Draw the controls. Returns the choice, which the address keeps."""
-    names = {
-        row["run_id"]: f"{parts.ORIGINS[row['origin']].sign} {row['name']} · {row['created_at']:%Y-%m-%d %H:%M}"
-        for row in runs.sort_values("origin", kind="stable").to_dict("records")
-    }
+    names = {}
+    for row in runs.sort_values("origin", kind="stable").to_dict("records"):
+        started = parts.moment(row["created_at"], "%Y-%m-%d %H:%M")
+        names[row["run_id"]] = f"{parts.ORIGINS[row['origin']].sign} {row['name']} · {started}"
     binding = bound("run", list(names), _usual_runs(store, runs), empty=NONE)
     run_ids = st.multiselect("Runs", list(names), format_func=names.__getitem__, placeholder="none", **binding)
     every = Choice(tuple(run_ids), {}, BESIDE)

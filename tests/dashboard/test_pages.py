@@ -170,6 +170,15 @@ def test_a_run_in_detail(complete: str):
 
 
 @pytest.mark.parametrize(
+    ("zone", "started"),
+    [("America/New_York", "2026-11-21 05:00:00 EST"), ("No/Where", "2026-11-21 10:00:00 UTC")],
+)
+def test_times_are_of_the_readers_clock(complete: str, monkeypatch: pytest.MonkeyPatch, zone: str, started: str):
+    monkeypatch.setattr(type(st.context), "timezone", property(lambda _: zone))
+    assert f"Started,{started}" in text(show("runs", run=RUN))
+
+
+@pytest.mark.parametrize(
     ("index", "texts"),
     [  # values, route, environment and log; reason and the end of its stderr
         (14, ["peak_extra_memory", "slc: chunked", "2.13.0", "variables.OMP_NUM_THREADS,2", "warm"]),
