@@ -225,10 +225,11 @@ def _tools(dashboard: Service) -> list[Finding]:
 
 def _working_dir() -> list[Finding]:
     """Files here at which `ray job submit --working-dir .` hangs, or ends in a traceback."""
+    found = []
     for folder, folders, files in islice(os.walk("."), _FOLDERS):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in [*folders, *files]:
-            if reason := upload.problem(path := Path(folder, name)):
+        for path in (Path(folder, name) for name in [*folders, *files]):
+            if reason := upload.problem(path):
                 detail = f"{str(path)!r}: {reason}: `ray job submit` cannot send this folder"
-                return [Finding("working dir", MISSING, detail, "move it away; `nsa submit` leaves it out")]
-    return []
+                found.append(Finding("working dir", MISSING, detail, "move it away; `nsa submit` leaves it out"))
+    return found[:10]

@@ -205,11 +205,11 @@ class Share:
         free = {name: amount - held.get(name, 0) for name, amount in nodes.get(node, {}).items()}
         try:
             self.check([*({**nodes, node: free}).values()])
-        except UserError as err:
+        except UserError:
             own = ", ".join(f"{amount:g} {name}" for name, amount in held.items())
             raise UserError(
                 f"entrypoint: this job itself holds {own}, which its points need; submit it without "
-                f"--entrypoint-num-cpus and the like\n{err}"
+                "--entrypoint-num-cpus and the like"
             ) from None
 
 
