@@ -113,12 +113,6 @@ def histories(store: Store, metric: str, name: str) -> list[History]:
 
 
 @_read
-def results(store: Store) -> list[Cell]:
-    """Where NSA pays, cell by cell. Raises GatesError if the rules cannot be read."""
-    return cells(store, judged(store)[1])
-
-
-@_read
 def behind(store: Store, _cell: Cell, _workload: Sequence[Cell], key: str) -> tuple[list[dict], list[dict], list[dict]]:
     """Rows of a cell's curve, stages and roofline; `key` is part of the cache's key only."""
     return curve(_workload), stages(store, _cell), roofline(store, _workload)
@@ -130,19 +124,35 @@ def branches(store: Store, run_ids: Sequence[str]) -> list[BranchShares]:
     return branch_shares(queries.measurements(store, run_ids=run_ids))
 
 
-def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:
-    """Decisions on all targets, and where NSA begins to pay. Raises GatesError if the rules cannot be read."""
+def judged(store: Store) -> list[Decision]:
+    """Decisions on all targets. Raises GatesError if the rules cannot be read."""
     gates = load_gates(load_settings().gates)
     return _judged(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
 
 
+def results(store: Store) -> tuple[list[Crossing], list[Cell]]:
+    """Where NSA begins to pay, and what it takes cell by cell. Raises GatesError if the rules cannot be read."""
+    gates = load_gates(load_settings().gates)
+    return _results(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
+
+
 # Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.
-@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
+_of_rules = st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
+
+
+@_of_rules  # `rules`, `held` and `changed` are part of the cache's key only
 def _judged(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> tuple[list[Decision], list[Crossing]]:  # `rules`, `held` and `changed` are part of the cache's key only
-    runs = measured_runs(store, None)
-    return decisions(_gates, judge(runs, _gates)), crossings(runs, _gates)
+) -> list[Decision]:
+    return decisions(_gates, judge(measured_runs(store, None), _gates))
+
+
+@_of_rules
+def _results(
+    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
+) -> tuple[list[Crossing], list[Cell]]:
+    found = crossings(measured_runs(store, None), _gates)
+    return found, cells(store, found)
 
 
 @_read

@@ -76,7 +76,7 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
 def _decisions(store: Store) -> None:
     """Draw the verdicts, where NSA pays, and a card for each target; wrong rules leave the rest of the page."""
     try:
-        decisions, crossings = data.judged(store)
+        decisions, (crossings, _) = data.judged(store), data.results(store)
     except UserError as err:
         help_pages.explain(err)
         return

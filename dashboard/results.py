@@ -22,7 +22,7 @@ DENSE, PEER = "the fastest dense attention", "the best other NSA"
 def page() -> None:
     st.title("Results")
     store = data.open_store()
-    found = data.results(store)
+    _, found = data.results(store)
     if not found:
         help_pages.nothing_yet("No run has measured NSA and dense attention side by side on a GPU yet.")
         return
@@ -86,12 +86,14 @@ def _behind(store: Store, cell: Cell, workload: Sequence[Cell]) -> None:
             for name, time in times
         ]
     )
-    charts = [drawn("curve", curve, title="Time by length")]
-    charts += [drawn("stages", stages, title="Stages of NSA's call")] if stages else []
-    charts += [drawn("roofline", roofline, title="TFLOP/s under the card's roofline")] if roofline else []
-    for column, chart in zip(st.columns(len(charts)), charts, strict=True):
-        with column:
-            grids.chart(chart, key=chart.title, height=480)  # a legend of one column is high
+    left, right = st.columns(2)
+    with left:
+        grids.chart(drawn("curve", curve, title="Time by length"), height=480)  # a legend of one column is high
+    with right:
+        if roofline:
+            grids.chart(drawn("roofline", roofline, title="TFLOP/s under the card's roofline"), height=480)
+    if stages:
+        grids.chart(drawn("stages", stages, title="Stages of NSA's call"))
     run_id, point_id = cell.nsa["run_id"], cell.nsa["point_id"]
     with st.container(horizontal=True):
         if st.button("Its history", icon=":material/timeline:"):
