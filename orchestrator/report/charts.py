@@ -54,6 +54,7 @@ _LEGEND = {"orient": "bottom", "labelLimit": 0, "columns": 3, "symbolOpacity": 1
 _CONFIG = {
     "legend": _LEGEND,
     "axis": {"gridOpacity": 0.35, "labelLimit": 560},
+    "axisDiscrete": {"labelFlush": False},
     "axisYDiscrete": {"labelOverlap": False},
     "header": {"labelLimit": 0},
     "view": {"continuousHeight": 230, "continuousWidth": 480},
