@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_up_runs import attempt
 
 from jobs.schema.point import Machine, Point
 from jobs.schema.states import Origin, PointState, RunState
@@ -26,6 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ROOT / "docs" / "results" / "templates" / "seeds"
 H200 = Machine("cuda", "NVIDIA H200", 140 * 2**30)
 T0 = datetime(2026, 11, 24, tzinfo=UTC)
+ENVIRONMENT = {
+    "packages": {"torch": "2.99"}, "python": "3.12", "gpu": {"name": H200.name, "driver": "1", "memory_mib": "2"},
+    "variables": {"NSA_X": "1"}, "training": {"parameters": 5},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -77,34 +82,17 @@ def run_of(spec: str, number: int = 0, settings: tuple[str, ...] = (), change: A
             axes=axes_of(kind),
         )
     ]  # fmt: skip
-    points = loaded.all_points(dict.fromkeys(loaded.python, H200))
-    for index, point in enumerate(points):
+    units = {each.name: each.unit for each in kind.QUANTITIES if not each.name.endswith("*")}
+    for index, point in enumerate(loaded.all_points(dict.fromkeys(loaded.python, H200))):
         state, values = (change or (lambda point: (PointState.OK, {})))(point)
-        records += _ended(run_id, index, point, kind.QUANTITIES, state, values, begin)
-    return [*records, rec.RunEndRecord(run_id=run_id, at=begin, state=RunState.DONE)]
-
-
-def _ended(
-    run_id: str, index: int, point: Point, quantities: Any, state: PointState, values: Mapping[str, float], at: datetime
-) -> list[rec.Record]:
-    point_id = f"{run_id}/{index}"
-    metrics = []
-    if state is PointState.OK:
-        units = {each.name: each.unit for each in quantities if not each.name.endswith("*")}
-        metrics = [rec.MetricData(name=n, unit=u, value=values.get(n, 7.0)) for n, u in units.items()]
-    environment = {"packages": {"torch": "2.99"}, "python": "3.12", "gpu": {"name": H200.name, "driver": "1",
-                   "memory_mib": "2"}, "variables": {"NSA_X": "1"}, "training": {"parameters": 5}}  # fmt: skip
-    return [
-        rec.PointRecord(
-            run_id=run_id, at=at, point_id=point_id, index=index, key=f"{index:016x}", label=point.label,
+        found = [{"name": name, "unit": unit, "value": values.get(name, 7.0)} for name, unit in units.items()]
+        plan = rec.PointRecord(
+            run_id=run_id, at=begin, point_id=f"{run_id}/{index}", index=index, key=f"{index:016x}", label=point.label,
             config=dict(point.config), axes=point.axes.to_record(),
-        ),
-        rec.OutcomeRecord(
-            run_id=run_id, at=at, point_id=point_id, attempt=1, state=state, metrics=tuple(metrics),
-            route={"cmp": "made-up"}, environment=environment,
-            reason=None if state is PointState.OK else f"made {state}",
-        ),
-    ]  # fmt: skip
+        )  # fmt: skip
+        end = {"metrics": found} if state is PointState.OK else {"reason": f"made {state}"}
+        records += attempt(plan, begin, 0, state, route={"cmp": "made-up"}, environment=ENVIRONMENT, **end)
+    return [*records, rec.RunEndRecord(run_id=run_id, at=begin, state=RunState.DONE)]
 
 
 @pytest.fixture

@@ -90,17 +90,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         del sys.modules[name]
 
 
-def test_a_kind_from_outside_is_found_and_measured(install: Install) -> None:
-    install("acme", {"kind": KIND}, jobs={"acme": "acme.kind"})
-    assert {"acme", "scaling", "train"} <= set(kinds())
-    (point,) = parse_spec(SPEC).points(CPU)
-    assert kind_module("acme").measure(travelled(point), quiet).metrics[0].value == 3
-    (found,) = offered_kinds()
-    assert (found.name, found.package, found.version, found.problem) == ("acme", "acme", "1.2", None)
-    with pytest.raises(SpecError, match=r"^number: 'x': .*; write a whole number"):
-        parse_spec({**SPEC, "number": "x"})
-
-
 BROKEN_KINDS = [
     # the module, the problem
     ("import nowhere", r"cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),

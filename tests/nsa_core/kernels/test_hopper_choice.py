@@ -125,19 +125,6 @@ def test_a_forward_alone_sums_two_branches_and_keeps_no_tensor_for_them(monkeypa
     assert all(one.arguments["O2"] is forward.arguments["OS"].x for one in merges)
 
 
-def test_a_compiler_that_traces_a_call_is_not_asked_for_memory(monkeypatch, recwarn):
-    from torch._subclasses import FakeTensorMode
-
-    from nsa_core.kernels.call import Part
-    from nsa_core.kernels.shared import hopper
-
-    monkeypatch.setattr(hopper, "arch", lambda x: 90)
-    with FakeTensorMode():
-        q, k = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16), torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
-        assert hopper.fits(q, [Part("slc", k, k)])
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("slots", ["packed", "exact"])
 def test_sizes_may_be_symbols_of_a_compiler(monkeypatch, slots):
     from nsa_core.kernels import operators
@@ -155,16 +142,3 @@ def test_sizes_may_be_symbols_of_a_compiler(monkeypatch, slots):
     with torch.no_grad(), record() as seen:
         assert attend(*given).shape == given[0].shape
     assert ("_selected_forward_hopper" in {one.kernel.__name__ for one in seen}) == (slots == "packed")
-
-
-def test_a_tile_is_described_by_its_shape_alone():
-    from nsa_core.kernels.runtime.tma import Tiled, placed
-
-    x = torch.arange(2 * 5 * 3 * 128).view(2, 5, 3, 128).to(torch.bfloat16)
-    found = Tiled(x, 64).descriptor()
-    assert (found.shape, found.strides, found.block_shape) == ([2, 5, 3, 128], [1920, 384, 128, 1], [1, 64, 1, 128])
-    odd = x[:1].as_strided((1, 5, 3, 128), (7, 384, 128, 1))
-    assert Tiled(odd, 64).descriptor().strides == found.strides
-    moved = placed(found, 4096)
-    assert (moved.base.data_ptr(), found.base.data_ptr()) == (4096, x.data_ptr())
-    assert (moved.shape, moved.strides, moved.layout) == (found.shape, found.strides, found.layout)

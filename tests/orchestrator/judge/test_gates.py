@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from statements import verdicts_of
 
 import orchestrator
 from jobs.schema.states import PointState, Result, RunState
-from orchestrator.judge.rules import DEFAULT_GATES, GatesError, load_gates
+from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.verdicts import RuleVerdict, TargetVerdict, evaluate, save_verdicts
 from orchestrator.report.summary import print_verdicts
 from orchestrator.store import Store
@@ -280,20 +279,6 @@ def test_bad_rules_are_one_line(tmp_path: Path, rule: dict, target: dict, messag
 def test_a_range_that_holds_nothing_is_refused(tmp_path: Path):
     with pytest.raises(GatesError, match="at_most: 1: is below at_least = 5; exchange them"):
         gates_of(tmp_path, {"kind": "states", "where": {"axes": {"chunks": {"at_least": 5, "at_most": 1}}}})
-
-
-def test_default_rules_are_read_again_when_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text, path = DEFAULT_GATES.read_text(), tmp_path / "gates.yaml"
-    path.write_text(text)
-    monkeypatch.setattr("orchestrator.judge.rules.DEFAULT_GATES", path)
-    before = load_gates()
-    assert load_gates() is before
-    path.write_text(text.replace("title: ", "title: new ", 1))
-    os.utime(path, ns=(1, 1))
-    assert load_gates() != before
-    path.unlink()
-    with pytest.raises(GatesError, match="cannot be read"):
-        load_gates()
 
 
 def test_an_unknown_target_is_named():

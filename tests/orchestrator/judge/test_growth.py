@@ -1,4 +1,7 @@
-"""Laws of growth recover known exponents through overhead and noise; each stored series has its fit, if any."""
+"""Laws of growth recover known exponents through overhead and noise; each stored series has its fit, if any.
+
+Change points are where apache-otava's own test series have theirs; few false alarms, steps told from slow changes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import numpy as np
 import pytest
 
 from orchestrator.judge.analysis import scaling_fits
+from orchestrator.judge.change_points import SURE, change_points, shifts
 from orchestrator.judge.growth import fit_growth, local_slopes
 from orchestrator.store import Store, queries
 
@@ -197,3 +201,77 @@ def test_a_value_of_one_sample_weighs_no_more_than_one_of_many(sqlite_store: Sto
     alike = rows.assign(ci_low=rows["value"] * 0.9, ci_high=rows["value"] * 1.1)
     fits = [[fit.exponent for fit in scaling_fits(each)] for each in (rows, alike)]
     assert fits[0] == fits[1]
+
+
+# Of apache-otava 0.8.0 (Apache-2.0): tests/tigerbeetle_test.py, series_test.py, analysis_test.py and
+# change_point_divisive_test.py, with the answers that these expect.
+TIGERBEETLE = np.fromstring(
+    """
+26705 26475 26641 26806 26835 26911 26564 26812 26874 26682 15672 26745 26460 26977 26851 23412 23547 23674 23519
+23670 23662 23462 23750 23717 23524 23588 23687 23793 23937 23715 23570 23730 23690 23699 23670 23860 23988 23652
+23681 23798 23728 23604 23523 23412 23685 23773 23771 23718 23409 23739 23674 23597 23682 23680 23711 23660 23990
+23938 23742 23703 23536 24363 24414 24483 24509 24944 24235 24560 24236 24667 24730 28346 28437 28436 28057 28217
+28456 28427 28398 28250 28331 28222 28726 28578 28345 28274 28514 28590 28449 28305 28411 28788 28404 28821 28580
+27483 26805 27487 27124 26898 27295 26951 27312 27660 27154 27050 26989 27193 27503 27326 27375 27513 27057 27421
+27574 27609 27123 27824 27644 27394 27836 27949 27702 27457 27272 28207 27802 27516 27586 28005 27768 28543 28237
+27915 28437 28342 27733 28296 28524 28687 28258 28611 29360 28590 29641 28965 29474 29256 28611 28205 28539 27962
+28398 28509 28240 28592 28102 28461 28578 28669 28507 28535 28226 28536 28561 28087 27953 28398 28007 28518 28337
+28242 28607 28545 28514 28377 28010 28412 28633 28576 28195 28637 28724 28466 28287 28719 28425 28860 28842 28604
+28327 28216 28946 28918 29287 28725 29148 29541 29137 29628 29087 28612 29154 29108 28884 29234 28695 28969 28809
+28695 28634 28916 29852 29389 29757 29531 29363 29251 29552 29561 29046 29795 29022 29395 28921 29739 29257 29455
+29376 29528 28909 29492 28984 29621 29026 29457 29102 29114 28924 29162 29259 29554 29616 29211 29367 29460 28836
+29645 29586 28848 29324 28969 29150 29243 29081 29312 28923 29272 29117 29072 29529 29737 29652 29612 29856 29012
+30402 29969 29309 29439 29285 29421 29023 28772 29692 29416 29267 29542 29904 30045 29739 29945 29141 29163 29765
+29197 29441 28910 29504 29614 29643 29506 29420 29672 29432 29784 29888 29309 29247 29816 29254 29813 29451 29382
+29618 28558 29845 29499 29283 29184 29246 28790 29952 29145 29415 30437 29227 29605 29859 29156 29807 29406 29734
+29861 29140 29983 29832 29919 29896 29991 29266 29001 29459 29548 29310 29042 29303 29894 29091 29018 29537 29614
+29180 29736 29500 29218 29581 28906 28542 29306 28987 29878 28865 30272 29707 29662 29815 30492 29347 30096 29054
+30238 28813 31895 28915
+""",
+    sep=" ",
+)
+STEP_DOWN = np.array([1.02, 0.95, 0.99, 1.00, 1.12, 0.90, 0.50, 0.51, 0.48, 0.48, 0.55])
+SMALL_STEP = np.array([2.02, 2.03, 2.01, 2.04, 1.82, 1.85, 1.79, 1.81, 1.80, 1.76, 1.78])
+HALF = np.array(
+    [1.02, 0.95, 0.99, 1, 1.12, 1, 1.01, 0.98, 1.01, 0.96, 0.5, 0.51, 0.48, 0.48, 0.55, 0.5, 0.49, 0.51, 0.5]
+)
+TWO_STEPS = np.array([0.3, 2.4, 1.5, -0.9, -0.5, 99.7, 98.3, 99.1, 149.0, 149.7, 149.5, 149.1, 148.8, 150.0])
+
+
+@pytest.mark.parametrize(
+    ("series", "least", "sure", "expected"),
+    [
+        (np.log(TIGERBEETLE), 0.05, SURE, [15, 71]),
+        (STEP_DOWN, 0.0, SURE, [6]),
+        (SMALL_STEP, 0.0, SURE, [4]),
+        (SMALL_STEP, 0.4, SURE, []),
+        (HALF, 0.0, 0.0001, [10]),
+        (TWO_STEPS, 0.0, 0.01, [5, 8]),
+    ],
+)
+def test_otavas_series_change_where_otava_says(
+    series: np.ndarray, least: float, sure: float, expected: list[int]
+) -> None:
+    assert change_points(series, least, sure) == expected
+
+
+def test_series_without_a_change_raise_no_alarm() -> None:
+    random = np.random.default_rng(7)
+    lengths = [2, 3, 4, 6, 10, 20] * 60
+    assert sum(bool(shifts(random.normal(0, 1, length))) for length in lengths) <= 0.01 * len(lengths)
+
+
+def test_steps_are_placed_and_a_slow_change_is_one_creeping_change() -> None:
+    random = np.random.default_rng(7)
+
+    def series(levels: np.ndarray) -> np.ndarray:
+        return levels + random.normal(0, 0.004, len(levels))
+
+    for _ in range(10):
+        stairs = shifts(series(np.repeat([0, 0.03, 0.06, 0.02], 10)), 0.02)
+        assert [(shift.last, shift.first) for shift in stairs] == [(9, 10), (19, 20), (29, 30)]
+        [slow] = shifts(series(np.linspace(0, 0.05, 12)), 0.02)
+        assert slow.creeping
+        assert slow.size == pytest.approx(0.05, rel=0.3)
+        after = shifts(series(np.r_[np.zeros(10), 0.1 + np.linspace(0, -0.06, 20)]), 0.02)
+        assert [shift.creeping for shift in after] == [False, True], "a step, then a slow way back"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from made_up_runs import make_sweep
+from made_up_runs import changed, make_sweep
 
 from orchestrator.run import driver
 from orchestrator.run.webhook import Ended
@@ -67,25 +67,14 @@ def test_each_server_has_its_own_form(sqlite_store: Store) -> None:
     is one that was cancelled."""
     laws, lengths = {"chunked": 1.0}, (512, 1024)
     sqlite_store.apply_many(make_sweep(laws=laws, lengths=lengths))
-    again = [
-        record.model_copy(update={"at": record.at.replace(hour=13)})
-        for record in make_sweep("20261120-130000-demo-abcd", laws, lengths[:1])
-    ]
-    sqlite_store.apply_many([again[0].model_copy(update={"spec": {"only": ["chunked"]}}), *again[1:]])
-    cancelled = [
-        record.model_copy(
-            update={"at": record.at.replace(hour=14)} | ({"state": "cancelled"} if record.type == "run_end" else {})
-        )
-        for record in make_sweep("20261120-140000-demo-abcd", laws, lengths[1:])
-    ]
-    sqlite_store.apply_many(cancelled)
-    after = make_sweep(RUN, laws, lengths)
-    for place, record in enumerate(after):
-        after[place] = record.model_copy(update={"at": record.at.replace(day=21)})
-        if isinstance(record, OutcomeRecord) and record.point_id.endswith("/0"):
-            time, *others = record.metrics
-            slow = time.model_copy(update={"value": 1.5, "samples": tuple(1.5 + n / 1e6 for n in range(6))})
-            after[place] = after[place].model_copy(update={"metrics": (slow, *others)})
+    sqlite_store.apply_many(changed(make_sweep("again", laws, lengths[:1]), year=2027, run={"spec": {"only": ["x"]}}))
+    *cancelled, end = changed(make_sweep("cancelled", laws, lengths[1:]), year=2028)
+    sqlite_store.apply_many([*cancelled, end.model_copy(update={"state": "cancelled"})])
+    after = changed(make_sweep(RUN, laws, lengths), year=2029)
+    place = next(place for place, record in enumerate(after) if isinstance(record, OutcomeRecord))
+    time, *others = after[place].metrics
+    slow = time.model_copy(update={"value": 1.5, "samples": tuple(1.5 + n / 1e6 for n in range(6))})
+    after[place] = after[place].model_copy(update={"metrics": (slow, *others)})
     sqlite_store.apply_many(after)
     assert isinstance(after[0], RunRecord)
     ended = Ended(after[0], "done", 0, 2).judged(sqlite_store, [])
