@@ -53,12 +53,13 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 
 def find_side(store: Store, text: str) -> Side:
-    """The run that `text` names, as for `find_run`; else the measured runs of the commit that begins so."""
+    """The measured runs of the commit that begins so; else the newest run with this tag, or as `find_run`."""
     from orchestrator.report.compare import Side  # takes long to import
 
     if len(text) >= _COMMIT and (of_commit := queries.run_ids(store, origin=Origin.MEASURED, commit=text)):
         return Side(f"commit {text}", tuple(of_commit))
-    run_id = find_run(store, text)
+    tagged = queries.runs(store, tag=text, origin=Origin.MEASURED, limit=1)["run_id"].tolist() if text else ()
+    run_id = tagged[0] if tagged else find_run(store, text)
     return Side(run_id, (run_id,))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _TURNS = 3
 _FEW_CELLS = 3  # of a history, whose readings are listed
 _TARGET = "TARGET, or TARGET/HARDWARE"
-_SIDE = "a run (id, beginning of one, 'last') or a commit, of which the newest run with each cell counts"
+_SIDE = "a run (id, beginning of one, 'last', a tag's newest), or a commit, of which the newest run with a cell counts"
 
 Metric = Annotated[str, typer.Option(help="the quantity")]
 Threshold = Annotated[float, typer.Option(min=0, max=100, help="the smallest difference that counts, in %")]

@@ -1,4 +1,4 @@
-"""Tells a webhook of a run's end, with its NO-GO verdicts and what got slower; a failure costs the run nothing."""
+"""Tells a webhook of a run's end: NO-GO verdicts, what got slower, bad cards; a failure costs the run nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 from jobs.schema.states import Origin, Result, RunState
 from orchestrator.errors import UserError
 from orchestrator.judge.decisions import Decision
+from orchestrator.judge.fleet import Level, judge_cards
 from orchestrator.report.compare import Change, Side, compare
 from orchestrator.settings import LOOPBACK, Settings
 from orchestrator.store import Store, queries
@@ -38,12 +39,18 @@ class Ended:
     points: int
     no_go: tuple[str, ...] = ()  # targets with a sentence of the reason
     slower: tuple[str, ...] = ()  # cells that got worse since the run of this name before
+    bad_cards: tuple[str, ...] = ()  # that this run, a preflight, found
 
     def judged(self, store: Store, decisions: Sequence[Decision]) -> Ended:
-        """With the run's NO-GO verdicts, and the cells in which its headline quantity is worse than in the run of its
-        name, kind and card that was done before it."""
+        """With the run's NO-GO verdicts, the bad cards that it found, and the cells in which its headline quantity is
+        worse than in the run of its name, kind and card that was done before it."""
         no_go = (f"{each.name}: {' '.join(each.sentences)}" for each in decisions if each.result is Result.NO_GO)
         found, run_id = replace(self, no_go=tuple(no_go)), self.run.run_id
+        if self.run.kind == "preflight":
+            cards = [card for card in judge_cards(store) if card.point_id.startswith(f"{run_id}/")]
+            bad = ((card, each) for card in cards for each in card.findings if each.level is Level.BAD)
+            lines = (f"{card.label} on {card.node}: {each.check} {each.value}, {each.why}" for card, each in bad)
+            found = replace(found, bad_cards=tuple(lines))
         runs, figures = queries.runs(store, origin=Origin.MEASURED), queries.headlines(store, [run_id])
         [own] = runs.loc[runs["run_id"] == run_id].to_dict("records")
         same = [runs[name].fillna("") == (own[name] or "") for name in ("name", "kind", "gpu")]
@@ -72,6 +79,7 @@ class Ended:
         run, path = self.run, urlsplit(url).path
         lines = [f"{run.run_id}{f' ({run.person})' if run.person else ''}: {self.state}"]
         lines += [f"NO-GO {each}" for each in self.no_go] + [f"slower {each}" for each in self.slower]
+        lines += [f"BAD {each}" for each in self.bad_cards]
         text = "\n".join(lines)[:_MOST]
         if "/api/webhooks/" in path and not path.endswith("/slack"):
             return {"content": text, "allowed_mentions": {"parse": []}}

@@ -18,6 +18,7 @@ from jobs.schema.states import PointState
 from orchestrator.errors import UserError
 from orchestrator.judge.fleet import Card, Level, judge_cards, require_preflight
 from orchestrator.report import fleet as tables
+from orchestrator.run.webhook import Ended
 from orchestrator.store import Store
 from orchestrator.store import records as rec
 
@@ -215,6 +216,18 @@ def test_a_card_alone_has_no_fleet_to_be_held_against(driver: None, sqlite_store
         *("driver", "count", "NVLink", "clock", "GEMM", "copy", "copy from host")
     }
     assert card.level is Level.UNKNOWN
+
+
+def test_the_webhook_is_told_of_a_card_that_went_bad(history: None, sqlite_store: Store, monkeypatch) -> None:
+    preflight(sqlite_store, {2: {"log": XID.format(2, 79)}, 3: {"limit": 500_000}}, monkeypatch)
+    run = rec.RunRecord(run_id="r", at=T0, name="p", kind="preflight", spec={}, spec_hash="0")
+    told = Ended(run, "done", 0, 8).judged(sqlite_store, [])
+    assert told.bad_cards == (
+        "NVIDIA H200 2 on bench1: Xid errors 79, the kernel's log has Xid errors that blame the card",
+    )
+    assert told.message("https://hooks.slack.com/services/T/B/x")["text"].endswith(f"BAD {told.bad_cards[0]}")
+    run = run.model_copy(update={"run_id": "before"})
+    assert Ended(run, "done", 0, 8).judged(sqlite_store, []).bad_cards == (), "what others found is not its own"
 
 
 def test_a_spec_that_requires_it_is_refused_without_a_good_preflight_of_the_day(

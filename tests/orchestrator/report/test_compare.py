@@ -133,6 +133,8 @@ def test_a_commit_is_compared_by_a_command(
     assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
     assert "| triton | forward | 12/2 | 8192 |" in done.out
     assert nsa("compare", "a", "a").code == 0
+    nsa("label", "a", "--tag", "baseline")
+    assert "new after a" in nsa("compare", "baseline", "new", "--format", "md").out
     assert nsa("compare", "a", "new", "--metric", "nonsense").err.startswith(
         "error: --metric: 'nonsense': a has no posit"
     )
