@@ -276,7 +276,9 @@ def test_compare_begins_with_the_newest_run_beside_the_one_before(complete: str)
         store.apply_many(small_sweep("20261122-100000-demo-ef56", (512, 1024), RunState.DONE, "scaling"))
     app = show("compare", metric="time")
     assert [box.value for box in app.selectbox] == [RUN, "20261122-100000-demo-ef56", "time"]
-    assert "24 cells: 2 ambiguous, 22 lacking" in text(app)
+    said = text(app)
+    assert "2 cells: 2 ambiguous; mean ratios:" in said
+    assert "demo-ef56 lacks 22 cells (22 not planned)" in said
     assert _domain(app) == [0.9, 1, 1.1], "of time, more is red"
     assert _domain(show("compare", metric="throughput")) == [1.1, 1, 0.9]
     app = show("compare", before="gone", after=RUN, metric="tiem")
