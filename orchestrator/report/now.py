@@ -164,7 +164,8 @@ def _waiting(
         measured = run["running"] + run["again"]
         if run["pending"] or not measured:
             why = f"points: {run['pending']:.0f} waiting for a slot, {measured:.0f} running"
-            if not measured:
+            heard = run["created_at"] if pd.isna(run["heartbeat_at"]) else run["heartbeat_at"]
+            if not measured and now - heard > _SILENT:  # sooner it is but the turn of others' points
                 why += f"; if its driver is gone: nsa cancel {run['run_id']}"
             yield _in_queue("", run["run_id"], run["person"], run["created_at"], why, now)
     held = f"; measuring: {', '.join(ahead[:3])}{', ...' if len(ahead) > 3 else ''}" if ahead else ""

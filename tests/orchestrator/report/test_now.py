@@ -100,6 +100,14 @@ def test_what_waits_says_why_and_its_place(store: Store) -> None:
     ]
 
 
+def test_a_run_whose_turn_it_is_not_is_not_taken_for_dead(store: Store) -> None:
+    store.apply_many([*begin("turns", 9, points=2), *begin("dead", 11, points=2)])
+    assert [each["Why"] for each in lines(store, "Waiting")] == [
+        "points: 2 waiting for a slot, 0 running; if its driver is gone: nsa cancel dead",
+        "points: 2 waiting for a slot, 0 running",
+    ]
+
+
 def test_the_wait_is_estimated_by_the_pace_of_the_runs_that_measure(store: Store) -> None:
     def why(run_id: str = "one") -> str:
         return next(each["Why"] for each in lines(store, "Waiting") if each["Run"] == run_id).partition(";")[0]
