@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import attempt, planned
 from nsa_command import nsa
 
 from jobs.schema.quantities import Better
 from jobs.schema.states import PointState, RunState
 from orchestrator.report.compare import Change, Compared, Measured, Samples, Side, compare, judged, paired
 from orchestrator.store import Store
-from orchestrator.store.records import MetricData, OutcomeRecord, PointRecord, Record, RunEndRecord, RunRecord
+from orchestrator.store.records import MetricData, OutcomeRecord, Record, RunEndRecord, RunRecord
 
 CELLS = 24
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -79,13 +80,11 @@ def records(run_id: str, commit: str, day: int, factors: dict[int, float], drive
     begin = RunRecord(**run, name="bench", kind="bench", spec={}, spec_hash="5", git_commit=commit, git_dirty=False)
     found: list[Record] = [begin]
     for number, (length, factor) in enumerate(factors.items()):
-        point: dict[str, Any] = run | {"point_id": f"{run_id}/{number}"}
-        axes = {"implementation": "triton", "pass_": "forward", "seq_len": length, "query_heads": 12, "kv_heads": 2}
-        found.append(PointRecord(**point, index=number, key=f"{number}", label="p", config={}, axes=axes))
         times = tuple(factor * length * samples(np.random.default_rng(100 * day + number)))
         metric = MetricData(name="time", unit="ms", value=float(np.median(times)), samples=times)
+        plan = planned(run_id, number, "triton", length, at, {"pass_": "forward"})
         environment = {"gpu": {"name": H200, "driver": driver}}
-        found.append(OutcomeRecord(**point, attempt=1, state=PointState.OK, metrics=(metric,), environment=environment))
+        found += attempt(plan, at, 1, PointState.OK, metrics=(metric,), environment=environment)
     return [*found, RunEndRecord(**run, state=RunState.DONE)]
 
 
@@ -104,7 +103,7 @@ def test_memory_is_judged_by_one_value_as_equal_calls_repeat_it(sqlite_store: St
     for run_id, level in (("a", 1000.0), ("new", 2000.0)):
         metric = MetricData(name="peak_memory", unit="MiB", value=level)
         made = records(run_id, run_id * 3, len(run_id), {2048: 1.0})
-        made[2] = made[2].model_copy(update={"metrics": (metric,)})
+        made[3] = made[3].model_copy(update={"metrics": (metric,)})
         sqlite_store.apply_many(made)
     [found] = compare(sqlite_store, Side("a", ("a",)), [Side("new", ("new",))], "peak_memory")
     assert [cell.change for cell in found.cells] == [Change.WORSE]
@@ -131,7 +130,7 @@ def test_a_commit_is_compared_by_a_command(
     done = nsa("compare", "ccccccc", "ddddddd", "--format", "md")
     assert done.code == 1
     assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
-    assert "| triton | forward | 12/2 | 8192 |" in done.out
+    assert "| triton | forward | 12/2 d64 | 8192 |" in done.out
     assert nsa("compare", "a", "a").code == 0
     nsa("label", "a", "--tag", "baseline")
     assert "new after a" in nsa("compare", "baseline", "new", "--format", "md").out

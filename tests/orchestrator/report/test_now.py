@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
+from made_up_runs import planned
 
 from dashboard import parts
 from jobs.schema.states import PointState, RunState
@@ -30,14 +31,8 @@ def begin(run_id: str, minutes: float, points: int = 0, state=RunState.RUNNING, 
     run = rec.RunRecord(
         run_id=run_id, at=ago(minutes), name=run_id, kind="train", spec={}, spec_hash="5", state=state, **more
     )
-    planned = [
-        rec.PointRecord(
-            run_id=run_id, at=ago(minutes), point_id=f"{run_id}/{index}", index=index, key="0", label=f"point {index}",
-            config={}, axes={"implementation": "nsa", "device": "cuda"},
-        )
-        for index in range(points)
-    ]  # fmt: skip
-    return [run, *planned]
+    at, axes = ago(minutes), {"device": "cuda"}
+    return [run, *(planned(run_id, index, "nsa", 64, at, axes, label=f"point {index}") for index in range(points))]
 
 
 def training() -> list[rec.Record]:

@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from made_up_runs import attempt, planned
 from sqlalchemy import select, text
 
 from jobs.schema.states import Origin, PointState, RunState, run_in_words
 from orchestrator.store import Store, queries
-from orchestrator.store.records import LabelRecord, MetricData, OutcomeRecord, PointRecord, RunEndRecord, RunRecord
+from orchestrator.store.records import LabelRecord, MetricData, PointRecord, RunEndRecord, RunRecord
 from orchestrator.store.views import v_runs
 
 DOCS = Path(__file__).parents[3] / "docs" / "database.md"
@@ -33,12 +34,8 @@ def filled(store: Store, sweep) -> Store:
                 run_id="seeds", at=reported, name="seed", kind="reported", spec={}, spec_hash="0",
                 origin=Origin.REPORTED, source="report_000",
             ),
-            PointRecord(
-                run_id="seeds", at=reported, point_id="seeds/0", index=0, key="k", label="l", config={},
-                axes={"implementation": "nsa-vibe", "seq_len": 512},
-            ),
-            OutcomeRecord(
-                run_id="seeds", at=reported, point_id="seeds/0", attempt=1, state=PointState.OK,
+            *attempt(
+                planned("seeds", 0, "nsa-vibe", 512, reported), reported, 0, PointState.OK,
                 metrics=(MetricData(name="peak_memory", unit="MiB", value=5165),),
             ),
             LabelRecord(run_id="seeds", at=reported, tags=("Best",)),
