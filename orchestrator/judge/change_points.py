@@ -89,16 +89,16 @@ def most_likely(values: Values) -> tuple[int, int]:
     end of those after it: not that of all, where a change was taken back."""
     distances = np.abs(np.subtract.outer(values, values))
     sums = np.pad(distances.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    place, end = np.meshgrid(
-        range(_FEWEST, len(values) - _FEWEST + 1), range(2 * _FEWEST, len(values) + 1), indexing="ij"
-    )
+    place = np.arange(_FEWEST, len(values) - _FEWEST + 1)[:, None]
+    end = np.arange(2 * _FEWEST, len(values) + 1)
     left, right = place, np.maximum(end - place, _FEWEST)
-    inside, total, across = sums[place, place], sums[end, end], sums[place, end]
+    within = sums.diagonal()  # of all values before a place
+    inside, total, across = within[place], within[end], sums[_FEWEST : len(values) - _FEWEST + 1, 2 * _FEWEST :]
     energy = 2 * (across - inside) / (left * right)
     energy -= inside / (left * (left - 1)) + (total - 2 * across + inside) / (right * (right - 1))
     statistic = np.where(end - place >= _FEWEST, left * right / (left + right) * energy, -np.inf)
-    best = int(np.argmax(statistic))
-    return int(place.flat[best]), int(end.flat[best])
+    row, column = np.unravel_index(int(np.argmax(statistic)), statistic.shape)
+    return int(place[row, 0]), int(end[column])
 
 
 def _p(left: Values, right: Values) -> float:

@@ -8,18 +8,21 @@ so these are said to be perhaps noise, with what speaks for it.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from sqlalchemy import Row
 
-from jobs.schema.axes import AXES, more_columns
+from jobs.schema.axes import AXES, MORE
 from jobs.schema.quantities import Better, Quantity, readable
 from orchestrator.errors import UserError
 from orchestrator.git import git
@@ -34,8 +37,12 @@ _TOOL = re.compile(
     r"packages\.(?!nvidia-ml-py|numpy)|gpu\.(?=driver$|power_limit_w$|ecc$|uuid$)|(?=(?:cuda|cudnn|python)$)"
 )
 _COMMIT = re.compile("[0-9a-f]{7,64}")
+_PLACE = ("kind", *(axis.name for axis in AXES), "gpu")  # what cells differ in, with the axes of their kind
 _MANY = 6  # runs whose scatter says how far two of them are apart by chance
 _SCATTER = 6.3  # times the median deviation: three standard deviations of a difference
+
+
+Place = tuple[Any, ...]  # the values of _PLACE, then names and values of the kind's own axes
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,9 @@ def histories(
         threshold: the smallest change worth speaking of, as a share.
     """
     better = queries.quantities(store).of(metric).better or Better.LOWER
-    every = list(_series(store, metric, name))
-    found = [each for each in every if {*re.split("[ ,=]+", each.label), *each.label.split()}.issuperset(words)]
+    found = [each for each in _series(store, metric, name, words) if _words(each.label).issuperset(words)]
     if not found:
+        every = words and any(_series(store, metric, name, ()))
         field, value = ("WORDS", " ".join(words)) if every else ("--metric", metric)
         problem = "no cell that two runs measured has these words" if every else "no cell was measured by two runs"
         raise UserError(f"{field}: {value!r}: {problem}; `nsa history` without words lists those of its time")
@@ -115,45 +122,80 @@ def histories(
     return sorted(changed, key=lambda each: (not each.changes, all(change.doubt for change in each.changes)))
 
 
-def _series(store: Store, metric: str, name: str | None) -> Iterator[History]:
-    """Cells with two or more readings, their changes not looked for yet."""
-    frame = queries.readings(store, metric, name)
-    frame = frame.loc[frame["value"] > 0]  # a logarithm has no 0
-    contents = queries.environments(store, [each for each in frame["environment_id"].unique() if each])
+def _series(store: Store, metric: str, name: str | None, words: Sequence[str]) -> Iterator[History]:
+    """Cells with two or more readings, those that may have the words; their changes not looked for yet."""
+    cells = _rows(store, metric, name, words)
+    rows = [row for of_cell in cells.values() for row in of_cell]
+    contents = queries.environments(store, list({row.environment_id for row in rows if row.environment_id}))
     tools = {
         each: {_TOOL.sub("", name): str(value) for name, value in flat(content).items() if _TOOL.match(name)}
         for each, content in contents.items()
     }
-    dates = _commit_dates(frame["git_commit"].dropna().unique().tolist())
-    axes = ["kind", *(axis.name for axis in AXES), *more_columns(frame.columns), "gpu"]
-    cells: dict[int, list[Mapping[Any, Any]]] = defaultdict(list)
-    numbers = frame.groupby(axes, dropna=False, sort=False).ngroup().tolist()
-    for number, row in zip(numbers, frame.to_dict("records"), strict=True):
-        cells[number].append(row)
-    for rows in cells.values():
-        alike: list[tuple[dict[str, Any], list[Mapping[Any, Any]]]] = []
-        for row in rows[::-1]:  # older runs lack the settings that came later
-            found = {_SETTING.sub("", key): value for key, value in flat(row["config"]).items() if _SETTING.match(key)}
+    dates = _commit_dates(list({row.git_commit for row in rows if row.git_commit}))
+    ways = cache(lambda route: compare.route_of({"route": json.loads(route or "{}")}))
+    for cell, of_cell in cells.items():
+        alike: list[tuple[dict[str, Any], list[Row]]] = []
+        for row in of_cell[::-1]:  # older runs lack the settings that came later
+            found = _settings(row.config)
             for known, group in alike:
                 if all(known.get(key, value) == value for key, value in found.items()):
                     known.update(found)
                     group.append(row)
                     break
             else:
-                alike.append((found, [row]))
-        names = {key for known, _ in alike for key in known if len({str(each.get(key)) for each, _ in alike}) > 1}
+                alike.append((dict(found), [row]))
+        unlike = {key for known, _ in alike for key in known if len({str(each.get(key)) for each, _ in alike}) > 1}
         for known, group in alike:
             if len(group) > 1:
                 readings = []
                 for row in group:
-                    ids = (row["run_id"], row["point_id"], row["created_at"].to_pydatetime())
-                    commit = (row["git_commit"] or "unknown")[:7] + "+" * bool(row["git_dirty"] == 1)
-                    value = (row["value"], row["p10"], row["p90"])
-                    own = tools.get(row["environment_id"], {})
-                    readings.append(Reading(*ids, commit, *value, compare.route_of(row), own))
+                    commit = (row.git_commit or "unknown")[:7] + "+" * bool(row.git_dirty)
+                    p10, p90 = (math.nan if each is None else each for each in (row.p10, row.p90))
+                    ids, about = (row.run_id, row.point_id), (ways(row.route), tools.get(row.environment_id, {}))
+                    readings.append(Reading(*ids, row.created_at, commit, row.value, p10, p90, *about))
                 readings.sort(key=lambda reading: (dates.get(reading.commit, reading.at), reading.at))
-                settings = ", ".join(f"{key}={known[key]}" for key in sorted(names & known.keys()))
-                yield History(compare.cell_of(group[0]), group[0]["gpu"], settings, tuple(readings))
+                settings_of = ", ".join(f"{key}={known[key]}" for key in sorted(unlike & known.keys()))
+                yield History(*_cell(cell), settings_of, tuple(readings))
+
+
+def _rows(store: Store, metric: str, name: str | None, words: Sequence[str]) -> dict[Place, list[Row]]:
+    """The readings of each cell that may have the words: of very many all others are left in the database."""
+    wanted: dict[Place, set[str]] = {}
+    for row in queries.coordinates(store, metric, name) if words else ():
+        if (place := _place(row)) not in wanted:
+            wanted[place] = _words(History(*_cell(place), "", ()).label)
+        wanted[place] |= {word for key, value in _settings(row.config).items() for word in _words(f"{key}={value}")}
+    wanted = {place: said for place, said in wanted.items() if said.issuperset(words)}
+    axes = {axis.name: {place[_PLACE.index(axis.name)] for place in wanted} for axis in AXES}
+    found: dict[Place, list[Row]] = defaultdict(list)
+    for row in queries.readings(store, metric, name, axes if words else None):
+        found[_place(row)].append(row)
+    return {place: rows for place, rows in found.items() if place in wanted or not words}
+
+
+def _place(row: Row) -> Place:
+    """The place of a reading."""
+    if row.more_axes in (None, "{}", "null"):  # most have none of their kind
+        return tuple(row[: len(_PLACE)])
+    own = {MORE + name: value for name, value in json.loads(row.more_axes).items() if value is not None}
+    return (*row[: len(_PLACE)], *sorted(own.items()))
+
+
+def _cell(place: Place) -> tuple[compare.Cell, str | None]:
+    """The cell at a place, and its card."""
+    values = dict(zip(_PLACE, place, strict=False)) | dict(place[len(_PLACE) :])
+    return compare.cell_of(values), values["gpu"]
+
+
+@lru_cache(10_000)  # many points share a text
+def _settings(config: str) -> Mapping[str, Any]:
+    """The settings of NSA in a configuration, by their names."""
+    values = flat(json.loads(config)).items()
+    return {_SETTING.sub("", name): value for name, value in values if _SETTING.match(name)}
+
+
+def _words(label: str) -> set[str]:
+    return {*re.split("[ ,=]+", label), *label.split()}
 
 
 def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:

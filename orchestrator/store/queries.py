@@ -7,18 +7,17 @@ columns. States, origins and results are plain strings.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
-from enum import Enum
 from typing import Any
 
 import pandas as pd
 from pydantic import TypeAdapter
-from sqlalchemy import Double, Select, Table, and_, case, cast, func, or_, select
-from sqlalchemy.types import DateTime, Float, Integer, TypeDecorator
+from sqlalchemy import Double, Row, Select, Table, Text, and_, case, cast, func, or_, select
+from sqlalchemy.types import DateTime, Enum, Float, Integer, TypeDecorator
 
-from jobs.schema.axes import MORE
+from jobs.schema.axes import AXES, MORE
 from jobs.schema.quantities import Quantities, Quantity, Role
 from jobs.schema.states import FAILED, Origin, PointState, RunState, reason_in_words
 from orchestrator.store import models
@@ -51,6 +50,11 @@ _POINTS = (
 )
 _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environment")).join(
     Environment, Environment.id == Attempt.environment_id, isouter=True
+)
+# Where a point stands: coordinates, then its kind's own as JSON text, and its configuration so.
+_PLACE = (
+    *(Run.kind, *(Point.__table__.c[axis.name] for axis in AXES), Environment.gpu),
+    *(cast(column, Text).label(column.key) for column in (Point.more_axes, Point.config)),
 )
 _STEPS = (  # of the trainings that run, as shares of all their steps: a training is one point for hours
     select(func.sum(cast(Newest.done, Double) / func.nullif(Newest.total, 0)))
@@ -214,15 +218,32 @@ def samples(store: Store, metric: str, point_ids: Sequence[str]) -> dict[str, li
     return {row["point_id"]: row["samples"] or [row["value"]] for row in rows}
 
 
-def readings(store: Store, metric: str, name: str | None = None) -> pd.DataFrame:
-    """All values of a metric that were measured, by time of their runs (of a name): columns of v_metrics, the run's
-    `created_at`, `git_commit` and `git_dirty`, the point's `config`, `route` and `environment_id`."""
-    more = (Run.created_at, Run.git_commit, Run.git_dirty, Point.config, Attempt.route, Attempt.environment_id)
-    query = select(v_metrics, *more).join(Point, Point.id == v_metrics.c.point_id).join(Point.outcome)
-    query = query.join(Run, Run.id == Point.run_id)
-    query = query.where(v_metrics.c.metric == metric, v_metrics.c.origin == Origin.MEASURED.value)
-    query = query if name is None else query.where(Run.name == name)
-    return _frame(store, query.order_by(Run.created_at, Run.id, Point.number))
+def coordinates(store: Store, metric: str, name: str | None = None) -> Sequence[Row]:
+    """The different coordinates of points at which a metric was measured (in runs of a name): the columns _PLACE."""
+    return _fetched(store, _measured(metric, name, *_PLACE).distinct())
+
+
+def readings(
+    store: Store, metric: str, name: str | None = None, within: Mapping[str, Collection[Any]] | None = None
+) -> Sequence[Row]:
+    """All values above 0 of a metric that were measured, by time of their runs (of a name): of its point the columns
+    _PLACE, `point_id`, `route` (as JSON text) and `environment_id`; its `value`, `p10` and `p90`; of its run `run_id`,
+    `created_at`, `git_commit` and `git_dirty`. `within`: values of axes, of which each is one of these."""
+    of_run = (Run.id.label("run_id"), Run.created_at, Run.git_commit, Run.git_dirty)
+    of_point = (Point.id.label("point_id"), cast(Attempt.route, Text).label("route"), Attempt.environment_id)
+    query = _measured(metric, name, *_PLACE, Metric.value, Metric.p10, Metric.p90, *of_run, *of_point)
+    for axis, values in (within or {}).items():
+        column = Point.__table__.c[axis]
+        query = query.where(or_(column.in_([each for each in values if each is not None]), column.is_(None)))
+    return _fetched(store, query.order_by(Run.created_at, Run.id, Point.number))
+
+
+def _measured(metric: str, name: str | None, *columns: Any) -> Select:
+    """Columns of the values above 0 of a metric that were measured, in runs of a name."""
+    query = select(*columns).select_from(Run).join(Point, Point.run_id == Run.id).join(Point.outcome)
+    query = query.join(Point.metrics).join(Environment, Environment.id == Attempt.environment_id, isouter=True)
+    query = query.where(Metric.name == metric, Metric.value > 0, Run.origin == Origin.MEASURED)
+    return query if name is None else query.where(Run.name == name)
 
 
 def environments(store: Store, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -361,7 +382,9 @@ def quantities(store: Store, run_ids: Sequence[str] | None = None) -> Quantities
     if run_ids is not None:
         query = query.where(models.DeclaredQuantity.run_id.in_(run_ids))
     query = query.order_by(Run.created_at.desc(), models.DeclaredQuantity.position)
-    return Quantities([_DECLARATION.validate_python(row) for row in _mappings(store, query)])
+    # Runs of a kind declare the same.
+    different = dict.fromkeys(tuple(row.items()) for row in _mappings(store, query))
+    return Quantities([_DECLARATION.validate_python(dict(row)) for row in different])
 
 
 def own_axes(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
@@ -410,8 +433,14 @@ def _frame(store: Store, query: Select) -> pd.DataFrame:
 
 def _mappings(store: Store, query: Select) -> list[dict[str, Any]]:
     """The rows of a query, a mapping each, as the database has them: `more_axes` is one column."""
+    columns = [str(column.key) for column in query.selected_columns]
+    enums = [str(column.key) for column in query.selected_columns if isinstance(column.type, Enum)]
+    rows = [dict(zip(columns, row, strict=True)) for row in _fetched(store, query)]
+    for row in rows if enums else ():
+        row |= {name: row[name] and row[name].value for name in enums}
+    return rows
+
+
+def _fetched(store: Store, query: Select) -> Sequence[Row]:
     with store.session() as session:
-        rows = session.execute(query).mappings().all()
-    return [
-        {str(name): value.value if isinstance(value, Enum) else value for name, value in row.items()} for row in rows
-    ]
+        return session.execute(query).all()
