@@ -183,6 +183,11 @@ class _Case:
         ended, points = sum(n for state, n in begun.states.items() if state.ended), sum(begun.states.values())
         return f"no complete run: {begun} is {begun.state}, {ended} of {points} points ended; {self.how}"
 
+    def preferred(self, scope: Scope) -> list[Run]:
+        """The complete runs as their evidence counts; after all others those with fewer points than the rule needs."""
+        least = getattr(self.rule, "min_points", 1)
+        return sorted(preferred(self.runs, scope), key=lambda run: sum(run.lengths(scope).values()) < least)
+
     def doubts(self, run: Run, points: Sequence[str], scope: Scope) -> str:
         """Why the evidence is doubtful, in words; evidence for a plan is examined."""
         rule, timed = self.rule, None
@@ -279,7 +284,7 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
     same series, in a newer run without evidence."""
     sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
     newer: list[Run] = []
-    for run in preferred(case.runs, scope):
+    for run in case.preferred(scope):
         found = find(rule, run, scope)
         if found.candidates or found.refused:
             for other, side in product((each for each in newer if each.failed(scope)), sides):
@@ -294,7 +299,7 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
 def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
     """Count the points of the newest complete run that are in a bad state."""
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
-    run = next(iter(preferred(case.runs, scope)), None)
+    run = next(iter(case.preferred(scope)), None)
     if run is None:
         begun = next((run for run in case.runs if run.lengths(scope)), None)
         return replace(verdict, reason=case.unmeasured(f"no points ({scope})", begun))
