@@ -149,20 +149,16 @@ def judge_cards(store: Store) -> list[Card]:
 
 
 def require_preflight(store: Store, gpus: Mapping[str, int], now: datetime, command: str) -> None:
-    """Raise UserError unless all GPUs had a preflight within a day, none of them BAD.
-
-    Args:
-        gpus: the number of each node, by its name.
-        command: looks at the cards again.
-    """
+    """Raise UserError unless all GPUs, counted by node, had a preflight within a day, none of them BAD; `command` looks
+    at them again."""
     cards, mistakes = judge_cards(store), []
     for node, count in gpus.items():
         here = [card for card in cards if card.node == node]
         fresh = [card for card in here if now - card.at <= FRESH]
-        for card in fresh:
-            if bad := [each for each in card.findings if each.level == Level.BAD]:
-                why = "; ".join(f"{each.check} {each.value}, {each.why}: {each.fix}" for each in bad)
-                mistakes.append(f"{card.label} ({card.uuid}) on {node} is BAD: {why}; then")
+        bad = ((card, each) for card in fresh for each in card.findings if each.level == Level.BAD)
+        for card, (check, _, value, why, fix) in bad:
+            about = f"{card.label} ({card.uuid}) on {node} is BAD"
+            mistakes.append(f"{about}: {check} {value}, {why}: {fix}; then")
         if len(fresh) < count:
             old = "".join(f"; {card.label}: {card.at:%Y-%m-%d %H:%M} UTC" for card in here if card not in fresh)
             mistakes.append(f"{count - len(fresh)} of {count} GPUs of {node} had no preflight within a day{old};")

@@ -115,10 +115,9 @@ def _run(order: Order, stop: _Stop) -> int:
         try:
             executor = executor or _executor(order)
             if order.spec.requires_preflight:
-                door = "python -m jobs --local" if order.local else "nsa submit"
-                gpus = executor.gpus()
-                command = f"{door} {example_spec('preflight')} --set cards={sum(gpus.values())}"
-                require_preflight(store, gpus, datetime.now(UTC), command)
+                gpus, door = executor.gpus(), "python -m jobs --local" if order.local else "nsa submit"
+                again = f"{door} {example_spec('preflight')} --set cards={sum(gpus.values())}"
+                require_preflight(store, gpus, datetime.now(UTC), again)
             machines = executor.probe()
             points, further = plan.points_of(order.spec, machines), partial(plan.points_of, order.spec, machines)
             todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
