@@ -85,7 +85,7 @@ class Run:
 
     def lengths(self, scope: Scope) -> Mapping[Series, int]:
         """The number of lengths of each series in the scope, whatever became of the points."""
-        if not is_among(self.name, scope.where.run_name):
+        if not (is_among(self.name, scope.where.run_name) and is_among(self.kind, scope.where.job)):
             return {}
         if self.shape not in scope.lengths:
             series: dict[Series, set[Any]] = defaultdict(set)
