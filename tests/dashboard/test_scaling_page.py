@@ -88,12 +88,8 @@ def _fits(app: AppTest) -> pd.DataFrame:
     return next(grid.value for grid in app.dataframe if "Exponent" in grid.value.columns)
 
 
-def _control(kind: Any, label: str) -> Any:
-    return next(control for control in kind if control.label == label)
-
-
 def _pills(app: AppTest, label: str) -> Any:
-    return _control(app.pills, label)
+    return next(control for control in app.pills if control.label == label)
 
 
 def _visit(page: str, query: dict[str, list[str]]) -> AppTest:

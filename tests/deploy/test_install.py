@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from old_driver import OLD_DRIVER
 
 from nsa_core.backends.triton import TORCH, TRITON
 
@@ -44,6 +43,13 @@ for one in arguments:
         (site / f"torch-{version}.dist-info").mkdir()
         (site / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\\nVersion: {version}\\n")
 '''
+OLD_DRIVER = """
+class NVMLError(Exception): ...
+def nvmlInit(): ...
+def nvmlShutdown(): ...
+def nvmlSystemGetDriverVersion(): return "535.183.01"
+def nvmlSystemGetCudaDriverVersion_v2(): return 12020
+"""
 needs_no_driver = pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="there is a driver here")
 
 

@@ -26,7 +26,6 @@ RESULTS = ROOT / "docs" / "results"
 DURATIONS = "orchestrator/judge/durations.csv"
 MADE = (".md", ".png", ".csv")
 JOURNALS = sorted((RESULTS / "data").glob("*.jsonl.gz"))
-SCALING = next(path for path in JOURNALS if "scaling" in path.name)
 DRILL = next(path for path in JOURNALS if "drill" in path.name)
 RANKS = next(path for path in JOURNALS if "train-2gpu" in path.name)
 
@@ -37,11 +36,13 @@ def lines(path: Path) -> Lines:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `make results` writes, pictures apart."""
-    folder = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch, Store.open(f"sqlite:///{folder / 'nsa.db'}") as store:
+def ready(file: str, settings: Sequence[str]) -> JobSpec:
+    return load_spec(READY_SPECS / file, settings)
+
+
+def test_pages_and_durations_are_those_of_the_journals(tmp_path: Path) -> None:
+    """They are what `make results` writes, pictures apart."""
+    with pytest.MonkeyPatch.context() as patch, Store.open(f"sqlite:///{tmp_path / 'nsa.db'}") as store:
         for name in ("NSA_HOME", "NSA_DATABASE_URL", "NSA_GATES"):
             patch.setenv(name, "")  # no setting of this machine may change a page
         # Drawing takes seconds, and pictures are not compared.
@@ -49,21 +50,13 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for path in reference_data():
             importer.import_file(store, path)
         run_ids = list(queries.run_ids(store, origin=Origin.MEASURED))
-        template.render_folder(store, RESULTS / "templates", run_ids, ready, folder / "docs" / "results")
-        template.render(store, ROOT / f"{DURATIONS}.j2", run_ids, ready, folder / DURATIONS)
-    return folder
-
-
-def ready(file: str, settings: Sequence[str]) -> JobSpec:
-    return load_spec(READY_SPECS / file, settings)
-
-
-def test_pages_and_durations_are_those_of_the_journals(rendered: Path) -> None:
-    written = {path.relative_to(rendered).as_posix() for path in rendered.rglob("*") if path.suffix in MADE}
+        template.render_folder(store, RESULTS / "templates", run_ids, ready, tmp_path / "docs" / "results")
+        template.render(store, ROOT / f"{DURATIONS}.j2", run_ids, ready, tmp_path / DURATIONS)
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.suffix in MADE}
     pages = {path.relative_to(ROOT).as_posix() for path in RESULTS.rglob("*") if path.suffix in MADE}
     assert written == pages | {DURATIONS}
     texts = [name for name in written if not name.endswith(".png")]
-    stale = [name for name in texts if (rendered / name).read_text() != (ROOT / name).read_text()]
+    stale = [name for name in texts if (tmp_path / name).read_text() != (ROOT / name).read_text()]
     assert not stale, f"run `make results`: {', '.join(sorted(stale))}"
 
 

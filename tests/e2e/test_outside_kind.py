@@ -54,13 +54,10 @@ targets:
 """
 
 
-def environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(OUTSIDE)]), "NSA_HOME": str(home)}
-
-
 def python(home: Path, *arguments: str) -> str:
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment(home), capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(OUTSIDE)]), "NSA_HOME": str(home)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -44,12 +44,6 @@ def _submit(cluster: Cluster, home: Path, *args: str, options: tuple[str, ...] =
     return [*command, "--runtime-env-json", runtime_env, "--", "python", "-m", "jobs", *args]
 
 
-def drive(cluster: Cluster, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Start `python -m jobs` from the checkout, against the cluster."""
-    command = [sys.executable, "-m", "jobs", *args]
-    return subprocess.run(command, cwd=ROOT, env=cluster.env(home), capture_output=True, text=True)
-
-
 def settings(behaviours: str, *more: str) -> list[str]:
     changes = [f"behaviours={behaviours}", "deadlines={startup_s: 60, heartbeat_s: 6, point_s: 60}", *more]
     return [item for change in changes for item in ("--set", change)]

@@ -64,7 +64,9 @@ def left(cluster: Cluster) -> Iterator[Callable[[], str]]:
 
     By one client of all tests, because each takes seconds of the processor to start.
     """
-    client = _program(cluster, _LEFT)
+    command, env = [sys.executable, "-c", _LEFT, cluster.address], cluster.env(cluster.folder)
+    env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    client = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     asked, answers = client.stdin, client.stdout
     assert asked is not None
     assert answers is not None
@@ -167,18 +169,6 @@ def _start(cluster: Cluster, home: Path, spec: Path, *changes: str, job: bool = 
         command, cwd=ROOT, env=cluster.env(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return Run(driver, home)
-
-
-def _program(cluster: Cluster, source: str) -> subprocess.Popen[str]:
-    """A process of Python with pipes to it and from it; the cluster's address is its argument."""
-    command = [sys.executable, "-c", source, cluster.address]
-    env = _of_a_client(cluster)
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _of_a_client(cluster: Cluster) -> dict[str, str]:
-    """Environment of a Ray driver of the test's own."""
-    return cluster.env(cluster.folder) | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _processes(cluster: Cluster, title: str) -> list[psutil.Process]:

@@ -7,7 +7,6 @@ from nsa_core import NSAConfig, available_backends, nsa_attention, select_blocks
 from nsa_core.backends import BACKENDS
 
 PAPER = NSAConfig()
-FEW = NSAConfig(slc_count=8)  # from 512 tokens on there are blocks to choose
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainings import Keeping, small, trains_alike
 from travelling import CPU, travelled, values_of
 
-from jobs.schema.point import Machine, Measurement
+from jobs.schema.point import Measurement
 from jobs.specs.spec import SpecError
 from jobs.train import Case, Spec, measure
 from jobs.training import parallel as parallel_model
@@ -189,16 +189,7 @@ def test_copies_of_one_file_are_named_as_such(tmp_path: Path) -> None:
         _spec(tmp_path, seq_len=64).notes()
 
 
-STEPS = 30
-
-
-@pytest.fixture
-def case(text: Path) -> Case:
-    spec = Spec.model_validate(small(text, seq_len=48, steps=STEPS))
-    return travelled(spec.points(Machine("cpu", "test processor", 8 * 2**30))[0])
-
-
-def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_reported_as_it_was(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     norms: list[float] = []
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -208,14 +199,15 @@ def test_every_step_is_reported_as_it_was(case: Case, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noted)
     report = Keeping()
+    case: Case = travelled(_spec(text).points(CPU)[0])
     result = measure(case, report)
     losses = next(metric.samples for metric in result.metrics if metric.name == "loss")
     series = {name: list(values.values()) for name, values in report.series.items()}
     assert series.keys() == {"loss", "gradient_norm", "learning_rate", "throughput", "training_memory"}
-    assert all(list(values) == list(range(1, STEPS + 1)) for values in report.series.values())
+    assert all(list(values) == list(range(1, 26)) for values in report.series.values())
     assert series["loss"] == list(losses)
-    assert series["gradient_norm"] == pytest.approx(norms[:STEPS])
-    assert series["learning_rate"] == [learning_rate(case.optimizer, step, STEPS) for step in range(STEPS)]
+    assert series["gradient_norm"] == pytest.approx(norms[:25])
+    assert series["learning_rate"] == [learning_rate(case.optimizer, step, 25) for step in range(25)]
     assert all(50 < memory < 8 * 1024 for memory in series["training_memory"])
 
 

@@ -52,11 +52,6 @@ def launches(
     return seen
 
 
-def started(monkeypatch, **given):
-    """Names of the kernels of `launches`."""
-    return {one.kernel.__name__ for one in launches(monkeypatch, **given)}
-
-
 ALL = SPANS | SELECTED
 CHOICES = [
     *(({"heads": heads}, ALL) for heads in (8, 16, 32)),  # groups of 4 to 16 heads of 128
@@ -79,7 +74,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("given", "expected"), CHOICES, ids=[str(given) for given, _ in CHOICES])
 def test_each_call_takes_the_kernels_that_are_for_it(monkeypatch, given, expected):
-    assert ALL & started(monkeypatch, **given) == expected
+    assert ALL & {one.kernel.__name__ for one in launches(monkeypatch, **given)} == expected
 
 
 EXACT = {"config": NSAConfig(slots="exact")}

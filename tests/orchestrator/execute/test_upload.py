@@ -17,7 +17,6 @@ from orchestrator.execute.upload import collect
 from orchestrator.provenance import code_hash
 from orchestrator.settings import Settings
 
-ROOT = Path(__file__).resolve().parents[3]
 TRAIN = "kind: train\nname: small\nseq_len: 16\nsteps: 20\n"
 Train = Callable[[str], upload.Upload]
 

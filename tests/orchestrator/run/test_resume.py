@@ -25,7 +25,6 @@ from orchestrator.store import Store, exporter, importer, journal, queries
 from orchestrator.store.journal import Journal, JournalFull
 from orchestrator.store.records import OutcomeRecord, Record
 
-ROOT = Path(__file__).resolve().parents[3]
 MARK = "open({0!r}, 'a').write('{1}\\n')"  # counts how often each point was measured
 WAIT = "import time\nwhile not os.path.exists({0!r}): beat('waits'); time.sleep(0.05)\n"
 

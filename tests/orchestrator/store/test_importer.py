@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -69,6 +70,16 @@ def written(path: Path, records: list[Record]) -> Path:
     return path
 
 
+def refused(store: Store, path: Path) -> str:
+    """The line by which a wrong file is refused, which changes nothing."""
+    before = rows_of(store)
+    with pytest.raises(UserError) as caught:
+        import_file(store, path)
+    assert "\n" not in str(caught.value)
+    assert rows_of(store) == before
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["journal.jsonl", "run.jsonl.gz"])
 def test_a_journal_is_imported_without_its_torn_last_line(store: Store, sweep, tmp_path: Path, name: str):
     path = written(tmp_path / "whole.jsonl", sweep())
@@ -86,11 +97,8 @@ def test_a_table_that_was_cut_off_replaces_nothing(sqlite_store: Store, tmp_path
     path = tmp_path / "peers_h200.csv"
     path.write_bytes(whole.rstrip())  # without the last line's end it is whole all the same
     import_file(sqlite_store, path)
-    before = rows_of(sqlite_store)
     path.write_bytes(whole[: whole.rindex(b",", 0, 3000) - 1])
-    with pytest.raises(UserError, match=r"'peers_h200.csv' ends in line \d+, in the cell \d+ of 15; give the wh"):
-        import_file(sqlite_store, path)
-    assert rows_of(sqlite_store) == before
+    assert re.search(r"'peers_h200.csv' ends in line \d+, in the cell \d+ of 15; give", refused(sqlite_store, path))
 
 
 @pytest.mark.parametrize(
@@ -102,35 +110,24 @@ def test_a_damaged_compressed_journal_is_refused_in_one_line(sqlite_store: Store
     plain = written(tmp_path / "journal.jsonl", sweep())
     path = tmp_path / "run.jsonl.gz"
     path.write_bytes(damage(gzip.compress(plain.read_bytes())))
-    with pytest.raises(
-        UserError, match=r"run\.jsonl\.gz': is not whole gzip \(.+\); compress the journal again"
-    ) as caught:
-        import_file(sqlite_store, path)
-    assert "\n" not in str(caught.value)
-    assert queries.counts(sqlite_store)["runs"] == 0
+    said = refused(sqlite_store, path)
+    assert re.search(r"run\.jsonl\.gz': is not whole gzip \(.+\); compress the journal again", said)
 
 
 def test_a_journal_with_another_runs_records_steals_no_point(store: Store, sweep, tmp_path: Path):
     """Behind a beginning of its own it ends a point of a run that the database has."""
     store.apply_many(sweep())
-    before = rows_of(store)
     own, theirs = sweep("thief")[0], sweep()[-4]
     path = written(tmp_path / "journal.jsonl", [own, theirs.model_copy(update={"at": datetime.now(UTC), "attempt": 9})])
-    with pytest.raises(UserError, match=f"line 2 is of '{RUN}/.*', in the journal of 'thief'"):
-        import_file(store, path)
-    assert rows_of(store) == before
+    assert re.search(f"line 2 is of '{RUN}/.*', in the journal of 'thief'", refused(store, path))
 
 
 @pytest.mark.parametrize("change", [{"kind": "train"}, {"name": "other"}, {"at": datetime(2020, 1, 1, tzinfo=UTC)}])
 def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store, sweep, tmp_path: Path, change: dict):
     store.apply_many(sweep())
-    before = rows_of(store)
     first, *rest = sweep(laws={"dense": 2.0})
     path = written(tmp_path / "journal.jsonl", [first.model_copy(update=change), *rest])
-    with pytest.raises(UserError, match=rf"is of another run than the '{RUN}' in .*use another database") as caught:
-        import_file(store, path)
-    assert "\n" not in str(caught.value)
-    assert rows_of(store) == before
+    assert re.search(rf"is of another run than the '{RUN}' in .*use another database", refused(store, path))
 
 
 def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, sweep, tmp_path: Path):
@@ -138,9 +135,7 @@ def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, swe
     path = written(
         tmp_path / "journal.jsonl", [first.model_copy(update={"at": datetime(2099, 1, 1, tzinfo=UTC)}), *rest]
     )
-    with pytest.raises(UserError, match="begins on 2099-01-01, in the future; set the clock"):
-        import_file(sqlite_store, path)
-    assert queries.counts(sqlite_store)["runs"] == 0
+    assert "begins on 2099-01-01, in the future; set the clock" in refused(sqlite_store, path)
 
 
 def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
@@ -190,18 +185,14 @@ def test_a_journal_with_what_no_database_holds_is_refused_in_a_line(
     lines[record] |= change
     path = tmp_path / "journal.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(UserError) as caught:
-        import_file(sqlite_store, path)
-    assert "\n" not in str(caught.value)
-    assert queries.counts(sqlite_store)["runs"] == 0
+    refused(sqlite_store, path)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz", "x.csv"])
 @pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")], ids=["pipe", "device"])
 def test_what_is_no_file_is_not_read(sqlite_store: Store, tmp_path: Path, name: str, make: Callable[[Path], None]):
     make(tmp_path / name)
-    with pytest.raises(UserError, match=r"is no file; give a journal \(.jsonl, .jsonl.gz\) or a CSV$"):
-        import_file(sqlite_store, tmp_path / name)
+    assert refused(sqlite_store, tmp_path / name).endswith("is no file; give a journal (.jsonl, .jsonl.gz) or a CSV")
 
 
 @pytest.mark.parametrize(
@@ -227,8 +218,4 @@ def test_a_wrong_file_is_named_in_one_line(sqlite_store: Store, tmp_path: Path, 
         path.write_text((DATA / name).read_text().replace(*content))
     elif content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError) as caught:
-        import_file(sqlite_store, path)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert queries.counts(sqlite_store)["runs"] == 0
+    assert message in refused(sqlite_store, path)

@@ -21,7 +21,7 @@ from statements import rows_of
 from jobs.schema.states import FAILED, PointState, RunState
 from orchestrator.store import Store, StoreError, exporter, queries, upgrade
 from orchestrator.store.engine import REVISIONS
-from orchestrator.store.models import Attempt, Base, Metric, Point, Run
+from orchestrator.store.models import Attempt, Base, Metric, Run
 from orchestrator.store.records import (
     LabelRecord,
     MetricData,
@@ -40,12 +40,6 @@ RUN = "20261120-120000-demo-abcd"
 
 def point_of(store: Store, number: int = 0) -> dict[str, Any]:
     return queries.points(store, RUN).to_dict("records")[number]
-
-
-def attempts_of(store: Store, number: int = 0) -> list[tuple[int, PointState]]:
-    with store.session() as session:
-        point = session.get_one(Point, f"{RUN}/{number}")
-        return [(each.number, each.state) for each in sorted(point.attempts.values(), key=lambda each: each.number)]
 
 
 def metrics_of(store: Store, number: int = 0) -> dict[str, float]:

@@ -1,9 +1,0 @@
-"""A host whose NVIDIA driver is older than PyTorch's CUDA: the source of a `pynvml` that says so."""
-
-OLD_DRIVER = """
-class NVMLError(Exception): ...
-def nvmlInit(): ...
-def nvmlShutdown(): ...
-def nvmlSystemGetDriverVersion(): return "535.183.01"
-def nvmlSystemGetCudaDriverVersion_v2(): return 12020
-"""
