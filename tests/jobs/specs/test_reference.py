@@ -39,7 +39,7 @@ def test_the_schema_that_is_printed_knows_the_ready_specs(kind: str, capsys: pyt
                 jsonschema.validate(spec | {"lenght": 1}, schema)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 OWN_KINDS = {name: module for name, module in kinds().items() if module.__name__.startswith("jobs.")}
 GROUPS = {"trainings": {"train", "soak", "diagnose"}}
 
