@@ -55,7 +55,9 @@ def check(url: str) -> str:
 
 
 def check_folder(path: Path) -> None:
-    """Raise ValueError if a path is below a file, or is one."""
+    """Raise ValueError if a path is below a file, or is one, or its name is not UTF-8."""
+    if str(path) != os.fsencode(path).decode(errors="replace"):
+        raise ValueError("its name is not UTF-8, as journals and databases are; name another folder")
     # os.path.exists: Path.exists raises below a folder that may not be read
     nearest = next((each for each in (path, *path.parents) if os.path.exists(each)), None)
     if nearest is not None and not nearest.is_dir():

@@ -261,9 +261,9 @@ def _ports(pid: int | None, *, beyond_loopback: bool = False) -> list[int]:
 
 def _stop(service: Service) -> bool:
     pid = service.pid
-    service.files.with_suffix(".pid.json").unlink(missing_ok=True)
-    if pid is None:
+    if pid is None:  # its file may be of another host with this home
         return False
+    service.files.with_suffix(".pid.json").unlink(missing_ok=True)
     alive: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
         process = psutil.Process(pid)

@@ -55,6 +55,16 @@ def test_home_and_env_file_follow_from_it(tmp_path: Path, sources: str, cwd: str
     assert json.loads(done.stdout) == [one.format(tmp=tmp_path) if isinstance(one, str) else one for one in expected]
 
 
+@pytest.mark.parametrize("name", ["HOME", "ARTIFACTS", "ARTIFACT_STORE"])
+def test_a_folder_whose_name_is_not_utf_8_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The URL of a database of SQLite ended in a UnicodeEncodeError."""
+    monkeypatch.setenv(f"NSA_{name}", os.fsdecode(bytes(tmp_path / "b") + b"\xff"))
+    with pytest.raises(settings.SettingsError, match=rf"^NSA_{name}: .*b\\udcff': its name is not UTF-8, .*; name an"):
+        settings.load_settings()
+
+
 def test_the_address_of_a_webhook_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("hooks.slack.com/services/T/B/SECRET", "https://user@hooks.slack.com/services/T/B/SECRET"):
         monkeypatch.setenv("NSA_WEBHOOK", wrong)

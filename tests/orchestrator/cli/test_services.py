@@ -82,9 +82,11 @@ def test_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pid_given_to_another_process_is_not_ours(settings: Settings) -> None:
-    (settings.home / "ray.pid.json").write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
+    record = settings.home / "ray.pid.json"
+    record.write_text(json.dumps({"pid": os.getpid(), "started": -1e6}))
     assert services.local_services(settings)[0].pid is None
     assert services.down(settings) == []  # and this process is still alive
+    assert record.exists(), "another host with the same home has it"
 
 
 def test_a_clock_that_is_set_makes_no_service_another(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
