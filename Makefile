@@ -13,7 +13,7 @@ RAY_DASHBOARD  := $(or $(NSA_RAY_DASHBOARD),$(call in_env,NSA_RAY_DASHBOARD),htt
 DASHBOARD_PORT := $(or $(NSA_DASHBOARD_PORT),$(call in_env,NSA_DASHBOARD_PORT),8501)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo bench results wheel up down test test-thorough test-chaos test-gpu aot lint format check clean
+.PHONY: help env demo bench bench-system results wheel up down test test-thorough test-chaos test-gpu aot lint format check clean
 
 # Fails on a host without a usable GPU, before anything is started, and says what does not fit.
 NEED_GPU = $(BIN)/python -m jobs.hardware.driver
@@ -99,6 +99,10 @@ test-thorough: env  ## bad input of any sort: 10,000 specs, tables, journals and
 # The same seed has the same faults: make test-chaos SEED=7 MINUTES=10
 test-chaos: env  ## two sweeps while drivers, nodes, Postgres and the disk fail, as SEED says, for MINUTES
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/support $(BIN)/python -m chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10)
+
+# What it makes, 400 MB, it makes once: ARGS="--home FOLDER --only commands".
+bench-system: env  ## how fast storing, commands and pages are with 1,000 runs of 200 points
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests:$(CURDIR)/tests/support $(BIN)/python -m system_load $(ARGS)
 
 test-gpu: env  ## the kernels' tests on this host's GPU, six at a time; those that need tens of GiB, one after another
 	@$(NEED_GPU)

@@ -408,7 +408,7 @@ def counts(store: Store) -> dict[str, int]:
             "runs_running": session.scalars(select(number).where(Run.state == RunState.RUNNING)).one(),
             "points": sum(by_state.values()),
             **{f"points_{state.value}": by_state.get(state, 0) for state in PointState},
-            "metrics": session.scalars(select(number).select_from(Point).join(Point.metrics)).one(),
+            "metrics": session.scalars(select(number).select_from(Metric)).one(),
             "verdicts": session.scalars(select(number).select_from(models.Verdict)).one(),
         }
 
