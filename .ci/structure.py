@@ -3,8 +3,6 @@
 Tests count only for the size of folders: they reach into what they test.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 uv reads no setting of pip. Fails with a setting's name where uv has none that stands for it: pip must install then.
 """
 
-from __future__ import annotations
-
 import ast
 import shlex
 import sys

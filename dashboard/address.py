@@ -4,8 +4,6 @@ Streamlit's own `bind="query-params"` serves where options are written as they a
 as, and keeps a value when the default changes: the filters of the Scaling page do neither.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

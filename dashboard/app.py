@@ -1,7 +1,5 @@
 """The dashboard's entry point (`streamlit run dashboard/app.py`): navigation and sidebar; each page is a file here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import streamlit as st

@@ -1,7 +1,5 @@
 """Compare page: two runs or commits, cell by cell: what got slower or faster, and how sure that is."""
 
-from __future__ import annotations
-
 import pandas as pd
 import streamlit as st
 

@@ -4,8 +4,6 @@ Many browsers may view one database, so each read runs at most once in CACHE_SEC
 unreachable or too old, `explained` shows the fix instead of a traceback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps

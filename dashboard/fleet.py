@@ -1,7 +1,5 @@
 """Fleet page: which card is ill, by its newest preflight, and what to do about it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import streamlit as st

@@ -1,7 +1,5 @@
 """Clickable grids of runs and points, and the button that downloads rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

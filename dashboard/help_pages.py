@@ -1,7 +1,5 @@
 """Help instead of results: for an empty store, or a database that cannot be read."""
 
-from __future__ import annotations
-
 import streamlit as st
 
 from dashboard import parts

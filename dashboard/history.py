@@ -1,7 +1,5 @@
 """History page: a cell over commits and time, and the changes of all cells that runs of a name measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Live series of a point on its page: when it ends, what was expected of it, and small charts that grow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Now page: what the nodes and their GPUs do, what is measured, what waits and why, how the last day's runs ended."""
 
-from __future__ import annotations
-
 from urllib.parse import urlencode
 
 import streamlit as st

@@ -1,7 +1,5 @@
 """Overview page: the running runs, a decision card for each target, the latest runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import streamlit as st

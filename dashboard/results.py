@@ -1,7 +1,5 @@
 """Results page: NSA's time over that of dense attention and of the best peer, by workload and length."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

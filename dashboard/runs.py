@@ -1,7 +1,5 @@
 """Runs page: list of runs, one run, one point. Deep links: ?run=ID&point=ID."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Scaling page: memory, time and throughput against sequence length, with fitted exponents; ours beside reported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

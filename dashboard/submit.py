@@ -4,8 +4,6 @@ Whoever submits, or has a spec checked, runs code as the user who started the da
 readers, and does not use that user's own token.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Entry point: `python -m jobs SPEC.yaml` hands the spec to the orchestrator."""
 
-from __future__ import annotations
-
 import sys
 
 from orchestrator.interruption import end_at_once, end_during_imports

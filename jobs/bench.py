@@ -5,8 +5,6 @@ the peers in orchestrator/reference_data. Times are measured as in kind scaling.
 because a process that has profiled may launch more slowly.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ downwards until one fits. With a plan the longest one is looked for, too, that t
 further point of each implementation, batch and checkpointing has the conclusion.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

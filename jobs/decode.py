@@ -6,8 +6,6 @@ If the project's kernels compute the step, replays of a CUDA graph are timed, el
 timed step attends to are checked as well; for workload model those of an untimed step of attention alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ A point is a short training like one of `train`, on one rank or several; its fil
 with its fix. `nsa diagnose --attach RUN` says the same of a training that runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Only the time of each point is measured; the result is the state in which the point ends.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

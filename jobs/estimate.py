@@ -5,8 +5,6 @@ and once under the profiler for the parts of it. A prediction that is far off is
 error: the gates judge it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self

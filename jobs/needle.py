@@ -4,8 +4,6 @@ A point is one implementation and length: a model trained from nothing by the lo
 (NeedleTask), then asked for needles at each depth. All points of a length get the same batches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

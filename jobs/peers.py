@@ -4,8 +4,6 @@ A peer is called through its adapter (jobs.adapters), at the head layouts, lengt
 with the oracle of the semantics that it claims before it is timed. One that cannot run is skipped, with the reason.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Mapping, Sequence

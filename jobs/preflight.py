@@ -3,8 +3,6 @@
 A point is one card. `nsa fleet` and the page Fleet judge each card beside all others of its type.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

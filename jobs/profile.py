@@ -4,8 +4,6 @@ A point is one implementation, pass and length. It is checked against the oracle
 profiled once; tables, trace and the allocator's snapshot are kept with it.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections import Counter

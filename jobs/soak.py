@@ -3,8 +3,6 @@
 A point is one kind of attention. The training is that of `train` with checkpoints (jobs.training); the time ends it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A point is one pass under two toolchains, the first of the spec and another: eac
 other on one device, with the same weights and tokens. Each is compared with the oracle before it is timed.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import traceback

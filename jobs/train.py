@@ -4,8 +4,6 @@ Training uses one process, or several ranks (jobs.training). A point is one kind
 get the same batches in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation of the artifact store's URL, without contacting the store or importing its package."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

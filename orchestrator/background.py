@@ -4,8 +4,6 @@ Ray waits for a cluster that says nothing inside its native code, minutes long, 
 thread. The thread of such a call is left behind; `leave` then ends the process without waiting for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The database's URL, and the errors of a database that cannot be used. Needs no SQLAlchemy, whose import is slow."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """Questions to git about the repository of a folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C while a command begins or ends: an exit code and no traceback. Imports next to nothing, as it comes first."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import FrameType

@@ -1,7 +1,5 @@
 """Provenance of a result: commit, hash of the sources, hash of the spec, submission."""
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Settings from the environment or a `.env` file; `nsa doctor` lists each with its source."""
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import os

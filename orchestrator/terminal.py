@@ -1,7 +1,5 @@
 """Prints text with control characters escaped, in any encoding of the terminal."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -4,8 +4,6 @@ An adapter is one of these, or an object that an installed distribution offers i
 `nsa_bench.peers`. It imports its package only when it is called, so that an adapter costs nothing without it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Advice: what is wrong with a training or its host, each with its fix; and all that is known of it, as Markdown, in
 which names, versions and values are text alone, or as text on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean

@@ -4,8 +4,6 @@
 warns, and only on a host that has a driver.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Record of versions, hardware, and the environment variables that steer PyTorch and this project."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

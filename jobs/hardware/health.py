@@ -1,7 +1,5 @@
 """Health of a GPU as NVML and the kernel's log tell it. What is not reported is left out; nothing here raises."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 PyTorch, whose import takes seconds, is imported where it may find a GPU alone.
 """
 
-from __future__ import annotations
-
 import platform
 import runpy
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The part of NVML that measuring needs. A missing driver or card raises NvmlError with the reason."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

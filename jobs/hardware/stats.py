@@ -1,7 +1,5 @@
 """Statistics of samples: median and percentiles, the slope of readings; each with its interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Topology of this host: cores and NUMA nodes, GPUs and the links between them. Nothing here raises or uses CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -4,8 +4,6 @@ A few settings are read where they take effect: the allocator's as the allocator
 that PyTorch chose, blocking launches by their duration; any other in the process's environment.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -4,8 +4,6 @@ Each branch gets keys and values of its own. PyTorch's dispatcher tells which of
 backward, and the kernels' launches tell their stages. A branch whose gate is merely closed would still read its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

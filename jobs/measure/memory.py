@@ -5,8 +5,6 @@ CUDA: the caching allocator's counters. CPU: the allocator's own events, so the 
 depend on memory that the C library keeps.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import resource

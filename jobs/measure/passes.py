@@ -1,7 +1,5 @@
 """Passes to measure, each at one length: of the operator alone, or of a whole model on random tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product

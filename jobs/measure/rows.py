@@ -6,8 +6,6 @@ positions follow from the last queries. So float64 is affordable at any length. 
 implementation, ours or a peer, selects from these inputs, which are compared with float64's choice.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A larger model, or a longer sequence, is taken to fail where a smaller one does;
 neighbours are shown to pass.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ EVENTS_FD (jobs.process.messages); FUNCTION is called with each command and the 
 event of its answer. The process ends with its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

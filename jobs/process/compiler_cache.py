@@ -4,8 +4,6 @@ Several hosts that compile into one folder of a network file system lose files t
 choice below /tmp can be made first by another user, whose code would run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Limits of the memory that a process may use, enforced in that process."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Stacks are read by py-spy, or written by the processes themselves when a signal asks for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Progress and live series inside a process: thinned, and sent by a thread where the work must not wait for a pipe."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ A process that is killed leaves its folders, which may hold gigabytes of checkpo
 process, and unlocked by the kernel when that ends, however it does; the next folder that is made removes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

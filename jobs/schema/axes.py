@@ -5,8 +5,6 @@ out). A kind with a coordinate of its own declares it in its module's `AXES` and
 `Axes.more`; rules, fits, exports and pages then support it without further code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,7 +1,5 @@
 """Quantities that a preflight reads and measures of a card; `orchestrator.judge.fleet` judges it."""
 
-from __future__ import annotations
-
 from jobs.schema.quantities import Better, Quantity, Role
 
 GPU_COUNT = Quantity("gpu_count", "1", "GPUs of the node")

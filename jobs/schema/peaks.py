@@ -1,7 +1,5 @@
 """Published peaks of GPUs, and the least work of attention beside them. Imports no other package of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ them: `shown` for values in messages, `printable` for terminals, `for_page` for 
 reports, `csv_cell` for tables that a spreadsheet opens. The whole text stays in journal, database and files.
 """
 
-from __future__ import annotations
-
 import html
 import re
 import reprlib

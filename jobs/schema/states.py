@@ -1,7 +1,5 @@
 """States of runs and points; docs/architecture.md describes a point's life."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """A training's plan: the throughput it needs and the hours it takes; and its mode, as axes of its points."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Self

@@ -1,7 +1,5 @@
 """Checks of a spec: what can run on a machine, what fits into its memory, and which sizes of NSA change something."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """A spec's file as a checked spec of its kind. Every mistake names its field, the value and the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It writes the part of the page from MARK on.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The fields that specs of every kind have (jobs.specs.load reads them, jobs.specs.kinds finds the kinds)."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from abc import abstractmethod

@@ -1,7 +1,5 @@
 """Files that a user names: what is read is a regular file, so that no pipe without a writer is waited for."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import BinaryIO

@@ -3,8 +3,6 @@
 Used for specs, gate rules and settings. Imports pydantic and what is light here, so that every package can use it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """YAML as specs and rules' files use it: repeated keys are refused, and numbers are those of YAML 1.2."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

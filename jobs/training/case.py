@@ -1,7 +1,5 @@
 """The case of a training: its optimizer, the division of its steps over ranks, and the memory that each rank needs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

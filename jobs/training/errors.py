@@ -1,7 +1,5 @@
 """Reasons for which a training ends early."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

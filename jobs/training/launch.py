@@ -1,7 +1,5 @@
 """Training on several ranks, from the process of their point: started here, or by Ray; progress, failures, restarts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

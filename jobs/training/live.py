@@ -1,7 +1,5 @@
 """The live series of a training: what is reported of each step while it runs."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from statistics import fmean

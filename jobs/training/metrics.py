@@ -1,7 +1,5 @@
 """Metrics of a training from the reports of its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean, median

@@ -3,8 +3,6 @@
 All begin to average gradients over the ranks while the backward pass of a step's last micro-batch goes on.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Probe of a trained model: its held-out loss by position, and whether it sees later tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """One rank: its share of a point, also of a single process, and its own process, which reports to its starter."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """A soak on one rank: its plan, its history through all of its processes, and the watch that writes it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A training's state and its results so far: what a checkpoint stores; and which steps count for times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

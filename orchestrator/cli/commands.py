@@ -4,8 +4,6 @@ Commands import what they need themselves: with all of it, pandas and SQLAlchemy
 on the installation, its services and its database.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

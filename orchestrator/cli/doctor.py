@@ -1,7 +1,5 @@
 """The checks of `nsa doctor`: each setting with its source, and each part of the installation."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Entry point of the console script `nsa`; Ctrl-C is answered before the commands, most of a start, are imported."""
 
-from __future__ import annotations
-
 import sys
 
 from orchestrator.interruption import INTERRUPTED, end_at_once, end_during_imports

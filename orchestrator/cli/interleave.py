@@ -5,8 +5,6 @@ drifts, as clocks or a neighbour's load, meets all commits alike, and each commi
 turn stores into a scratch database, as a commit may know other tables, and its journal is then imported.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import signal

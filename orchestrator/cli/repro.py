@@ -1,7 +1,5 @@
 """One point again: as a new run, or as a script with its command, environment and commit."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

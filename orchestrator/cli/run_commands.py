@@ -1,7 +1,5 @@
 """Commands on jobs and their runs: submit, list, show, follow, label, cancel, diagnose."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any

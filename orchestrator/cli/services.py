@@ -3,8 +3,6 @@
 Other Ray clusters on the host are left alone: only processes started here are stopped.
 """
 
-from __future__ import annotations
-
 import fcntl
 import http.client
 import json

@@ -4,8 +4,6 @@ The store is an fsspec URL. A file lies at `<run_id>/<index>/<attempt>/<name>`: 
 and readers open it below their own configured store, never at an address that comes from the database.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -3,8 +3,6 @@
 NVML is asked in a thread, with a bound: where the driver is wedged, as by a kernel that never ends, it never answers.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """The present of a running point, as its supervisor passes it on: pieces of series, and the pace of a phase."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence

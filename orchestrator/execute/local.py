@@ -1,7 +1,5 @@
 """The executor for this machine: a thread and a share of the GPUs for each slot."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue

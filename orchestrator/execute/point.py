@@ -1,7 +1,5 @@
 """The process that a point is measured in: answers the commands of its supervisor (jobs.process.child)."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

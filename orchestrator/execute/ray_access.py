@@ -9,8 +9,6 @@ RAY_AUTH_TOKEN_PATH, or from ~/.ray/auth_token, in this order, and only where RA
 https://docs.ray.io/en/latest/ray-security/token-auth.html
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The connection of this process to a Ray cluster: its address, what is wrong there, and the files sent with it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

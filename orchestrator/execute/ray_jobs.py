@@ -1,7 +1,5 @@
 """Ray's own list of jobs, by HTTP: without Ray, which pages do not import."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import urllib.error

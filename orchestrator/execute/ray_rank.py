@@ -1,7 +1,5 @@
 """The ranks of a point on their nodes, and the actor that samples those of one node."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The upload of a Ray job: its spec, the files that the spec names and, from a checkout, the sources; nothing else."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Iterator, Mapping

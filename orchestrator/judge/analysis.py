@@ -5,8 +5,6 @@ sweeps at batch 1. A series has one run, one implementation and one shape: a fit
 figures, machines or configurations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ query sees S / cmp_stride compressed keys at most. Its scores and the choice of 
 it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

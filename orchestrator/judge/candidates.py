@@ -1,7 +1,5 @@
 """The values in a run that a rule's bound is compared with."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ al. 2023, doi:10.1145/3578244.3583719), for it needs fewer runs than permutation
 package, but pins NumPy and brings clients of BigQuery, Postgres and Slack.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

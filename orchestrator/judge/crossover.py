@@ -1,7 +1,5 @@
 """Where NSA begins to pay: the length from which on it takes less time than the fastest dense attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Decisions: the verdicts on all hardware of a target, in a sentence, and the steps that are left."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

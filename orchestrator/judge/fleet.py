@@ -4,8 +4,6 @@ A card's counters and limits speak for themselves. Its speed is held against the
 points of its type and sizes. Fewer than four of those are no fleet: UNKNOWN, as is what a card or host does not report.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ quadratic, which looks like a power law on few lengths and is none: where that s
 given in the exponent's place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

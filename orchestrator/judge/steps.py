@@ -3,8 +3,6 @@
 Minutes are those of earlier runs of a spec on the card, or of another card, scaled by published peaks.
 """
 
-from __future__ import annotations
-
 import csv
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ lengths on which it rests; points at other lengths are paler. Text and grid take
 chart; only series, states and guides are coloured here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

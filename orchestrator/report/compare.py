@@ -7,8 +7,6 @@ worth speaking of and beyond the cell's noise floor: samples of one process lie 
 so the floor is how far runs of one commit and spec have been apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

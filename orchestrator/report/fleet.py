@@ -1,7 +1,5 @@
 """Tables of the fleet's cards, for the page and `nsa fleet`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from orchestrator.judge.fleet import Card, Finding, Level

@@ -6,8 +6,6 @@ each other and differ as `compare` asks may also have changed, but a process may
 so these are said to be perhaps noise, with what speaks for it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@
 failed before its driver began, or has not begun, has no run.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta

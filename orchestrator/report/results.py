@@ -1,7 +1,5 @@
 """The first figures: NSA's time beside that of dense attention and of other implementations, and what is behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of runs: each with its headline figure, and what differs from the run of its kind below it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

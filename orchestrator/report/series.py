@@ -5,8 +5,6 @@ it shows. Series that share an implementation differ in their dashes. The colour
 and from one another also for the colour-blind.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

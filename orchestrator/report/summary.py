@@ -1,7 +1,5 @@
 """Console summary of a run: its states, the fitted exponents, the verdict with its reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill

@@ -1,7 +1,5 @@
 """Tables for reports and terminals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Reports, all from templates: Jinja files with queries, tables, charts and evidence (docs/reports.md)."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

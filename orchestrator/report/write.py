@@ -1,7 +1,5 @@
 """Tables and charts of a report of runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A user's rules, held against the quantities that the kinds declare: a rule that cannot fail decides nothing."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches

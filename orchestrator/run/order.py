@@ -3,8 +3,6 @@
 A refused Ray job is recorded as a failed run, so that its submitter finds it with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

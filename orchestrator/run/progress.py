@@ -1,7 +1,5 @@
 """Shows a run's progress: bars on a terminal, plain lines in a log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

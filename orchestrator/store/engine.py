@@ -1,8 +1,6 @@
 """Database connections, optionally read-only: SQLite set up for one writer and many readers, or Postgres; and the
 schema's version there. Migrations run from code, never by hand."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Export of stored results: CSV with one metric per row, JSON nested by run and point, or a run's journal."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

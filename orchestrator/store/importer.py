@@ -1,7 +1,5 @@
 """Import of results made elsewhere: journals of our own runs, and tables of reported results."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ A process that dies while writing leaves a torn last line; readers skip it, and 
 takes no more leaves the journal as it was before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gzip

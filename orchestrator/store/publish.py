@@ -8,8 +8,6 @@ labels. Of the paths of a training's text their last parts stay. What cannot be 
 spec, is refused.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import sys

@@ -4,8 +4,6 @@ Times are timezone-aware, in UTC. Numeric columns with missing values are floats
 columns. States, origins and results are plain strings.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields

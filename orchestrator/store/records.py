@@ -5,8 +5,6 @@ Records carry plain data only, so that a store can be filled without the code th
 (messages, names, environments) may be anything: a record holds it as text and numbers that journals and databases take.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime

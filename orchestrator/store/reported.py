@@ -4,8 +4,6 @@ A table's header identifies its layout. Reported runs have origin `reported` and
 never fitted together with measured ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import defaultdict

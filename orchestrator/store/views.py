@@ -1,7 +1,5 @@
 """The reporting views: each is written once, here, as a query. Python reads them as tables."""
 
-from __future__ import annotations
-
 import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 

@@ -3,8 +3,6 @@
 A checkpoint is a folder `<number>-step-<step>`. Its manifest `complete.json` is written last; without one it is absent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import posixpath
 import re

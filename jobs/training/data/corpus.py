@@ -1,7 +1,5 @@
 """Corpora: their batches and held-out text, windows, and the corpus of a text's bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

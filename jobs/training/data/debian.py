@@ -4,8 +4,6 @@ Some 250 MB of documentation and sources in English, as documents in JSON lines,
 on them (Sennrich et al., arXiv 1508.07909). The same packages give the same files; SOURCES.txt lists their versions.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
