@@ -47,6 +47,7 @@ class TrainingSpec(ModelledSpec):
     seq_len: int = Field(ge=2, le=2**27, description="tokens of a sequence")
     batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
     ranks: Count = Field(default=1, description="processes that train together, each on its own GPU")
+    context_parallel: Count = Field(default=1, description="ranks that have each sequence together, a divisor of ranks")
     micro_batch: Count | None = Field(default=None, description="sequences of a rank in one pass; None: its whole part")
     parallel: Parallel = Field(
         default="ddp",
@@ -67,7 +68,13 @@ class TrainingSpec(ModelledSpec):
     def _check_mode(self) -> Self:
         """Refuse what cannot be done, and settings that would change nothing."""
         check_warm_up(self.optimizer, self.steps)
-        _, accumulation = divided(self.batch, self.ranks, self.micro_batch)
+        together = self.context_parallel
+        if self.ranks % together or self.seq_len % (2 * together if together > 1 else 1):
+            raise ValueError(
+                f"context_parallel: {together}: use a divisor of the {self.ranks} ranks, and a seq_len that is a "
+                f"multiple of {2 * together}"
+            )
+        _, accumulation = divided(self.batch, self.ranks // together, self.micro_batch)
         several = {"parallel": "ddp", "gradient_compression": None, "bucket_mb": None}
         idle = [name for name, usual in several.items() if self.ranks == 1 and getattr(self, name) != usual]
         no_graphs = {  # PyTorch captures none, or a replay would overwrite gradients
@@ -75,7 +82,7 @@ class TrainingSpec(ModelledSpec):
             "a CPU has none; use device: cuda, or leave it out": self.device != "cuda",
             "FSDP2 gathers weights in other places in each step; use parallel: ddp": self.parallel == "fsdp",
             f"a step's {accumulation} passes would overwrite each other's gradients; use micro_batch "
-            f"{self.batch // self.ranks}, or leave it out": accumulation > 1,
+            f"{self.batch * together // self.ranks}, or leave it out": accumulation > 1,
         }
         if self.restarts and self.checkpoints is None:
             raise ValueError(
@@ -95,6 +102,9 @@ class TrainingSpec(ModelledSpec):
             )
         if self.data.pack and self.compile:
             raise ValueError("data.pack: true: documents of changing lengths are not compiled; leave compile out")
+        for name, value in {"data.pack": self.data.pack, "compile": self.compile}.items():
+            if value and together > 1:
+                raise ValueError(f"{name}: true: ranks that exchange keys within a pass cannot; leave it out")
         if self.cuda_graphs and any(no_graphs.values()):
             raise ValueError(f"cuda_graphs: true: {next(why for why, wrong in no_graphs.items() if wrong)}")
         names = [self.backend if attention == "nsa" else attention for attention in self.attention]
@@ -146,8 +156,8 @@ class TrainingSpec(ModelledSpec):
         return [self._point(machine, attention, reasons) for attention in self.attention]
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
-        micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch)
-        exchange = (self.parallel, self.gradient_compression, self.bucket_mb)
+        micro_batch, accumulation = divided(self.batch, self.ranks // self.context_parallel, self.micro_batch)
+        exchange = (self.parallel, self.gradient_compression, self.bucket_mb, self.context_parallel)
         implementation = self.backend if attention == "nsa" else "dense"
         if implementation == "auto":  # resolved here: a point names it even if it runs on another host
             implementation = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
@@ -158,6 +168,7 @@ class TrainingSpec(ModelledSpec):
         own |= {"dtype": self.precision, "model": model, "layout": layout, **self.case_fields()}
         case = Case.of(self, machine, (implementation, "train", self.seq_len, self.batch), ranks=self.ranks, **own)
         ranks = f" {self.ranks} ranks {self.parallel}" if self.ranks > 1 else ""
+        ranks += f" context {self.context_parallel}" if self.context_parallel > 1 else ""
         settings = f"{' compiled' if self.compile else ''}{' graphs' if self.cuda_graphs else ''}{ranks}"
         label = f"{attention} {self.model_name} S={self.seq_len}{settings}"
         advice = "shorten seq_len, lower batch or turn checkpointing on"
@@ -196,11 +207,13 @@ class Spec(TrainingSpec):
 
     @model_validator(mode="after")
     def _check_checkpoints(self) -> Self:
-        """Refuse checkpoints that would never be saved."""
+        """Refuse checkpoints that would never be saved, and a probe of sequences that ranks share."""
         if self.checkpoints is not None and self.checkpoints.every > self.steps:
             raise ValueError(
                 f"checkpoints.every: {self.checkpoints.every}: is more than the {self.steps} steps; use fewer"
             )
+        if self.probe and self.context_parallel > 1:
+            raise ValueError("probe: true: ranks that have a sequence together cannot; leave it out")
         return self
 
 

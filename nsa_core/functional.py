@@ -15,17 +15,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import _inputs
+from . import _inputs, context_parallel
 from ._inputs import Operands
 from .backends import Backend, Heads, dense, resolve, triton
 from .config import NSAConfig
 from .errors import InputError
 from .packed_sequences import check_blocks, checked_bounds, checked_packing, compute_packed, sequence_spans
 from .routes import BRANCHES, Branch, profiled
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 PerBranch = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -44,6 +48,7 @@ def nsa_attention(
     scale: float | None = None,
     backend: str | Mapping[str, str] = "auto",
     branches: Sequence[str] = BRANCHES,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Gated sum of the compressed, selected and window branches (Eq. 5), differentiable in all tensors.
 
@@ -63,6 +68,8 @@ def nsa_attention(
         scale: of q·k, above 0; 1/sqrt(Dk) unless given.
         backend: one name, or a name per branch ("cmp", "slc", "win", and "select" for the choice of blocks).
         branches: the branches to compute; the others are neither computed nor part of the sum.
+        group: ranks that have a sequence together (`context_parallel`): q, k, v and gates are this rank's shares of it,
+            as is the result; k_cmp and v_cmp are of all of it.
 
     Returns:
         [B,S,Hq,Dv] (packed: [total,Hq,Dv]) in q's dtype. Under autocast the tensors are cast to its dtype first.
@@ -77,7 +84,7 @@ def nsa_attention(
     keys, values = _inputs.per_branch("k", k), _inputs.per_branch("v", v)
     operands = Operands(q, keys, values, k_cmp, v_cmp, gates)
     _check_compression(config, (k_cmp, v_cmp)[: 2 if "cmp" in computed else int("slc" in computed)])
-    return _attention(operands, config, computed, cu_seqlens, max_seqlen, scale, backend)
+    return _attention(operands, config, computed, cu_seqlens, max_seqlen, scale, backend, group)
 
 
 def select_blocks(
@@ -204,13 +211,13 @@ def compress(x: Tensor, config: NSAConfig, *, cu_seqlens: Tensor | None = None) 
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, scale: float | None = None,
-    window: int | None = None, backend: str = "auto",
+    window: int | None = None, backend: str = "auto", group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention over all positions <= t, or over the last `window` of them; differentiable.
 
     Args:
         q, k, v: queries [B,S,Hq,Dk], keys [B,T,Hkv,Dk], values [B,T,Hkv,Dv].
-        cu_seqlens, scale: as in nsa_attention.
+        cu_seqlens, scale, group: as in nsa_attention.
         window: positions that a query sees, its own included; all unless given.
         backend: the kernel, one of `backends.dense.KERNELS`; "auto" takes the fastest available.
 
@@ -224,6 +231,10 @@ def dense_attention(
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
+    if group is not None:
+        parts = context_parallel.parts(operands, NSAConfig(), group, cu_seqlens)
+        options = {"scale": scale, "window": window, "backend": backend}
+        return torch.cat([dense_attention(each.q, each.keys[0], each.values[0], **options) for each in parts], 1)
     operands.check(NSAConfig(), cu_seqlens is not None)
     if _is_empty(q, cu_seqlens):
         return operands.nothing()
@@ -234,10 +245,13 @@ def dense_attention(
 
 def _attention(
     operands: Operands, config: NSAConfig, branches: tuple[Branch, ...], cu_seqlens: Tensor | None,
-    max_seqlen: int | None, scale: float | None, backend: str | Mapping[str, str],
+    max_seqlen: int | None, scale: float | None, backend: str | Mapping[str, str], group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum of `branches`, as nsa_attention and the doors below it have it."""
     operands = operands.under_autocast()
+    if group is not None:
+        parts = context_parallel.parts(operands, config, group, cu_seqlens)
+        return torch.cat([_attention(part, config, branches, None, None, scale, backend) for part in parts], 1)
     operands.check(config, cu_seqlens is not None)
     check_blocks(operands, config, cu_seqlens)
     q, chooses = operands.q, "slc" in branches and operands.blocks is None

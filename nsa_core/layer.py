@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from . import context_parallel
 from ._inputs import Triple, without_autocast
 from .cache import DenseCache, NSACache
 from .config import NSAConfig
@@ -18,6 +19,9 @@ from .packed_sequences import Packing
 from .projections import in_compiled_training, product, side_by_side
 from .rope import angles, rotate
 from .routes import BRANCHES, Branch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LearnedCompression(nn.Module):
@@ -80,6 +84,7 @@ class NativeSparseAttention(nn.Module):
         self.config = config or NSAConfig()
         self.backend, self.rope_theta = backend, rope_theta
         self.branches = check_branches(branches, self.config)
+        self.group: ProcessGroup | None = None  # the ranks that have each sequence together (context_parallel)
         # The selection scores the compressed keys.
         needed = {*self.branches, "cmp"} if "slc" in self.branches else {*self.branches}
         self._keyed: tuple[Branch, ...] = tuple(name for name in BRANCHES if name in needed)
@@ -110,10 +115,10 @@ class NativeSparseAttention(nn.Module):
             InputError: the cache has no room for x, holds other sequences, or has tokens and gradients are enabled; it
                 is left unchanged. Or the layer lacks a branch, or cu_seqlens are no bounds, or given with a cache.
         """
+        if cache is not None and self.branches != BRANCHES:
+            raise InputError("branches", self.branches, "use all three to decode with a cache")
+        _check_call(x, cache, cu_seqlens, self.group)
         if cache is not None:
-            if self.branches != BRANCHES:
-                raise InputError("branches", self.branches, "use all three to decode with a cache")
-            _check_cache(cache, x, cu_seqlens)
             if cache.length > 0 and x.shape[1] > 1:
                 return self.out_proj(self._continued(x, cache).flatten(2))
             if cache.length > 0:
@@ -124,14 +129,15 @@ class NativeSparseAttention(nn.Module):
         if cu_seqlens is not None:
             packing = Packing.of(cu_seqlens, x.shape[0] * x.shape[1], x.device, self.config)
             return self.out_proj(self._packed(x.flatten(0, 1)[None], packing).flatten(-2)).view(x.shape)
-        q, k, v, gates = self._project(x, torch.arange(x.shape[1], device=x.device))
+        q, k, v, gates = self._project(x, context_parallel.positions(x.shape[1], self.group, x.device))
         k_cmp, v_cmp = None, None
         if "cmp" in self.branches:
-            k_cmp, v_cmp = self._compress(k[0], v[0], 0)
+            whole_k, whole_v = context_parallel.gather((k[0], v[0]), self.group)
+            k_cmp, v_cmp = self._compress(whole_k, whole_v, 0)
         elif "slc" in self.branches:  # the selection needs no value
-            k_cmp = self._rotated(compress(k[0], self.config), 0)
-        sides = q, k, v, gates, self.config
-        out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=v_cmp, backend=self.backend, branches=self.branches)
+            k_cmp = self._rotated(compress(context_parallel.gather((k[0],), self.group)[0], self.config), 0)
+        sides, options = (q, k, v, gates, self.config), {"backend": self.backend, "branches": self.branches}
+        out = nsa_attention(*sides, k_cmp=k_cmp, v_cmp=v_cmp, group=self.group, **options)
         if cache is not None:
             assert k_cmp is not None, "a layer that decodes compresses"
             assert v_cmp is not None
@@ -228,6 +234,7 @@ class DenseAttention(nn.Module):
         super().__init__()
         check_heads(heads, kv_heads, head_dim)
         self.head_dim, self.rope_theta = head_dim, rope_theta
+        self.group: ProcessGroup | None = None  # as of NativeSparseAttention
         self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
@@ -238,14 +245,13 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: DenseCache | None = None, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Attend as NativeSparseAttention.forward, densely."""
-        if cache is not None:
-            _check_cache(cache, x, cu_seqlens)
+        _check_call(x, cache, cu_seqlens, self.group)
         heads = side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)  # [B,S,heads,D]
         behind = cache if cache is not None and cache.length > 0 else None
         if behind is not None and x.shape[1] == 1:
             return self.out_proj(dense_step(q, k, v, behind, theta=self.rope_theta).flatten(2))
-        bounds, positions = None, torch.arange(x.shape[1], device=x.device)
+        bounds, positions = None, context_parallel.positions(x.shape[1], self.group, x.device)
         if behind is not None:
             refuse_gradients(q, k, v)
             behind.recount()
@@ -261,12 +267,19 @@ class DenseAttention(nn.Module):
             cache.take(k, v)
         if behind is not None:
             k, v = behind.k.values(), behind.v.values()
-        out = dense_attention(q, k, v, cu_seqlens=bounds)
+        out = dense_attention(q, k, v, cu_seqlens=bounds, group=self.group)
         return self.out_proj(out.reshape(*x.shape[:2], out.shape[-2] * out.shape[-1]))  # -1 takes no empty batch
 
 
-def _check_cache(cache: NSACache | DenseCache, x: Tensor, cu_seqlens: Tensor | Packing | None) -> None:
-    """Raise InputError if the cache has no room for x, or sequences are packed."""
+def _check_call(
+    x: Tensor, cache: NSACache | DenseCache | None, cu_seqlens: Tensor | Packing | None, group: ProcessGroup | None
+) -> None:
+    """Raise InputError if the cache has no room for x, or sequences are packed or shared where they cannot be."""
+    if group is not None and not (cache is None and cu_seqlens is None):
+        fix = "leave out cache and cu_seqlens: only whole batches are shared"
+        raise InputError("group", f"{group.size()} ranks", fix)
+    if cache is None:
+        return
     if cu_seqlens is not None:
         given = cu_seqlens.bounds if isinstance(cu_seqlens, Packing) else cu_seqlens
         raise InputError("cu_seqlens", list(given.shape), "leave it out: a cache holds a batch, nothing packed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from .loss import head_cross_entropy
 from .packed_sequences import Packing
 from .projections import in_compiled_training, product, side_by_side
 from .routes import Branch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LayerCache = NSACache | DenseCache
 
@@ -169,6 +172,12 @@ class NSATransformer(nn.Module):
     def new_cache(self, capacity: int | None = None) -> list[LayerCache]:
         """An empty cache for `forward`, one entry a layer, with room for `capacity` tokens from the start if given."""
         return [cast(Block, block).attention.new_cache(capacity) for block in self.blocks]
+
+    def share_sequences(self, group: ProcessGroup | None) -> None:
+        """Let the ranks of a group have each sequence together from now on: `forward` takes and gives their shares
+        (context_parallel.share), and its loss is the mean over this rank's. None: each rank has whole sequences."""
+        for block in self.blocks:
+            cast(Block, block).attention.group = group
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None, *,

@@ -54,6 +54,7 @@ class TrainingPlan(BaseModel):
 
 # Figures of two modes are never one curve, pair or verdict.
 PACK = Axis("pack", "text", "documents packed")  # absent where they are not
+CONTEXT = Axis("context_parallel", "whole", "ranks of a sequence")  # likewise
 _SWITCHES = ("compile", "cuda_graphs", "checkpointing")
 MODE_AXES = (
     Axis("ranks", "whole", "ranks"),
@@ -62,6 +63,7 @@ MODE_AXES = (
     *(Axis(name, "text", name.replace("_", " ")) for name in _SWITCHES),
     Axis("steps", "whole", "steps"),
     PACK,
+    CONTEXT,
 )
 
 
@@ -78,6 +80,8 @@ def mode_of(config: Mapping[str, Any]) -> dict[str, Coordinate]:
         mode[PACK.name] = "on"
     if layout.get("ranks", 1) > 1:
         mode |= {"ranks": layout["ranks"], "parallel": layout["parallel"]}
+    if layout.get("context_parallel", 1) > 1:
+        mode[CONTEXT.name] = layout["context_parallel"]
     if (micro_batch := layout.get("micro_batch")) not in (None, config["batch"]):
         mode["micro_batch"] = micro_batch
     return mode

@@ -21,7 +21,7 @@ Parallel = Literal["ddp", "replicate", "fsdp"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of a step over ranks and passes: batch = micro-batch × ranks × accumulation.
+    """Division of a step over ranks and passes: batch = micro-batch × ranks / context_parallel × accumulation.
 
     The fields are those of `jobs.train.TrainingSpec`; `accumulation` are a rank's passes whose gradients make one step.
     """
@@ -32,6 +32,7 @@ class Layout:
     parallel: Parallel = "ddp"
     gradient_compression: Literal["bf16"] | None = None
     bucket_mb: float | None = None
+    context_parallel: int = 1
 
 
 class OptimizerSpec(Strict):
@@ -101,9 +102,10 @@ class TrainingCase(ModelCase):
 
     def predicted_bytes(self) -> int | None:
         """Predicted peak memory of one rank; of a compiled training the bound that eager passes are. None without a
-        prediction, as of sharded weights."""
+        prediction, as of sharded weights or sequences."""
         layout = self.layout
-        if (estimate := self.estimate()) is None or (layout.ranks > 1 and layout.parallel == "fsdp"):
+        divided = layout.context_parallel > 1 or (layout.ranks > 1 and layout.parallel == "fsdp")
+        if divided or (estimate := self.estimate()) is None:
             return None
         # During the whole pass there are DDP's buckets, and beside them the gradients of earlier passes.
         kept = (layout.ranks > 1 and layout.parallel == "ddp") + (layout.accumulation > 1)

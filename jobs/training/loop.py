@@ -31,6 +31,7 @@ from jobs.training.parallel import ParallelModel, local, mark
 from jobs.training.probe import probe
 from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, TrainingState, is_steady
+from nsa_core.context_parallel import share
 from nsa_core.model import NSATransformer
 from nsa_core.packed_sequences import document_bounds
 from nsa_core.routes import route_of
@@ -74,6 +75,10 @@ class Trainer:
         self._measuring = False  # whether the telemetry has been started
         torch.manual_seed(case.seed)
         self.model = model = NSATransformer(case.model).to(device).train()
+        self._group: Any = None  # the ranks that have each sequence together
+        if case.layout.context_parallel > 1:
+            self._group, _ = dist.new_subgroups(case.layout.context_parallel)
+            model.share_sequences(self._group)
         if case.compile:
             torch.compiler.reset()  # graphs of an earlier point of this process
         self._parallel = ParallelModel(model, case.layout, device, compiled=case.compile, cuda_graphs=case.cuda_graphs)
@@ -284,8 +289,11 @@ class Trainer:
     def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, ...]]:
         """This rank's micro-batches of a batch [batch,S], on its device, with the bounds of packed documents."""
         layout = self.case.layout
-        shape = (layout.accumulation, layout.ranks, layout.micro_batch)
-        mine = [x.unflatten(0, shape)[:, self.rank] for x in (tokens, targets)]
+        together = layout.context_parallel  # ranks of one part
+        shape = (layout.accumulation, layout.ranks // together, layout.micro_batch)
+        mine = [x.unflatten(0, shape)[:, self.rank // together] for x in (tokens, targets)]
+        if self._group is not None:
+            mine = [share(x, self._group, dim=2) for x in mine]
         end, device = self.corpus.end_token, self.device
         bounds = [() if end is None else (document_bounds(tokens, end),) for tokens in mine[0]]
         return [

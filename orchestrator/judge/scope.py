@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
 from jobs.schema.axes import AXES, MODEL, MORE
-from jobs.schema.training_plan import PACK
+from jobs.schema.training_plan import CONTEXT, PACK
 
 LENGTH = "seq_len"
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
-_APART = {MODEL.name, PACK.name}  # points that have such an axis are of no rule that does not name it
+_APART = {MODEL.name, PACK.name, CONTEXT.name}  # points that have such an axis are of no rule that does not name it
 _SLICE = " MIG "
 _ARCHITECTURES = {"A100": "sm80", "H20": "sm90", "H100": "sm90", "H200": "sm90", "GH200": "sm90", "B200": "sm100"}
 
