@@ -104,18 +104,18 @@ def _efficiency(store: Store, numbers: pd.DataFrame) -> list[str]:
     single, said = queries.readings(store, THROUGHPUT.name).iloc[::-1].to_dict("records"), []
     for row in (row for row in rows if (row.get(RANKS) or 1) > 1):
         ranks, same = row[RANKS], [name for name in (*series_columns(row), "seq_len", "kind") if name not in _OF_A_RUN]
-        alike = [one for one in single if pd.isna(one.get(RANKS)) and all(_same(one, row, name) for name in same)]
+        alike = []
+        for one in single:
+            pairs = [(name, text(one.get(name)), text(row.get(name))) for name in same]
+            # An axis of its own that one rank lacks is of several ranks alone.
+            fit = all(mine == its or (not mine and name.startswith(MORE)) for name, mine, its in pairs)
+            if pd.isna(one.get(RANKS)) and fit:
+                alike.append(one)
         for batch, how in ((row["batch"], "at the same batch"), (row["batch"] / ranks, "at as many sequences a rank")):
             if one := next((one for one in alike if one["batch"] == batch), None):
                 ratio = row["value"] / one["value"]
                 said.append(f"{ranks:.0f} ranks {ratio:.3g} times as fast as one {how} ({one['run_id']})")
     return said
-
-
-def _same(one: Row, other: Row, name: str) -> bool:
-    """Whether rows agree in a column; a kind's own axis that the first lacks is one of several ranks alone."""
-    mine, its = text(one.get(name)), text(other.get(name))
-    return mine == its or (not mine and name.startswith(MORE))
 
 
 def _beside(nsa: Row, other: Row, quantity: Quantity) -> str:
