@@ -208,8 +208,8 @@ def apply(session: Session, records: Iterable[rec.Record]) -> None:
                 case _:  # what it reports is older than what is stored
                     pass
         session.flush()
-        if metrics:  # with RETURNING, as in `_insert_new`
-            session.execute(insert(_METRICS).returning(_METRICS.c.id), metrics)
+        if metrics:
+            session.execute(insert(_METRICS), metrics)
         _insert_new(session, Artifact, files)
         _insert_new(session, Event, events)
         _store_samples(session, series)
@@ -331,8 +331,7 @@ def _store_samples(session: Session, records: Sequence[rec.SeriesRecord]) -> Non
 def _insert_new(session: Session, table: type[Artifact | Environment | Event], rows: list[dict[str, Any]]) -> None:
     """Insert the rows that do not exist, even if another writer inserts them concurrently."""
     if rows:
-        # With RETURNING, SQLAlchemy sends many rows in a statement; psycopg's executemany sends a statement a row.
-        session.execute(_dialect(session).insert(table).on_conflict_do_nothing().returning(table.id), rows)
+        session.execute(_dialect(session).insert(table).on_conflict_do_nothing(), rows)
 
 
 def _dialect(session: Session) -> Any:
