@@ -53,6 +53,36 @@ def test_the_clock_warms_up_until_three_runs_are_alike_and_samples_for_as_long_a
     assert timing.method == "performance counter; 6 warm-up runs (steady), 5 samples"
 
 
+class _SlowEvent:
+    """As torch.cuda.Event, by a clock that tells a tenth of the time."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = clock.perf_counter()
+
+    def elapsed_time(self, end: _SlowEvent) -> float:
+        return 1000 * (end.at - self.at) / 10
+
+
+def test_the_events_that_time_calls_also_time_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, beats = 0.0, []
+
+    def call() -> None:
+        nonlocal now
+        now += 0.1
+
+    monkeypatch.setattr(clock, "perf_counter", lambda: now)
+    monkeypatch.setattr(clock, "l2_filler", lambda device: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "Event", _SlowEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    plan = TimingSpec(repeats=4, min_s=0, max_s=10, warmup=1)
+    timing = measure_time(call, torch.device("cuda"), plan, lambda *beat: beats.append(beat), before=call)
+    assert timing.samples_ms == pytest.approx([10] * 4)
+    assert beats[-1] == ("timed [ms]", pytest.approx(80, abs=1))  # of 800 that passed
+
+
 def test_peak_memory_is_exact_and_counts_neither_inputs_nor_what_was_freed_before_the_peak() -> None:
     x = torch.ones(2**18)  # 1 MiB, resident
 
