@@ -9,7 +9,7 @@ import pandas as pd
 from jobs.schema.axes import MORE
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import THROUGHPUT, Better, Quantity, Role, readable
-from jobs.schema.states import run_in_words
+from jobs.schema.states import Origin, run_in_words
 from orchestrator.judge.analysis import series_columns
 from orchestrator.judge.scope import RANKS
 from orchestrator.report.bench import TIME, is_dense
@@ -101,7 +101,8 @@ def _efficiency(store: Store, numbers: pd.DataFrame) -> list[str]:
     rows = numbers.loc[numbers["metric"] == THROUGHPUT.name].to_dict("records")
     if not any((row.get(RANKS) or 1) > 1 for row in rows):
         return []
-    single, said = queries.readings(store, THROUGHPUT.name).iloc[::-1].to_dict("records"), []
+    measured, said = queries.measurements(store, metric=THROUGHPUT.name), []
+    single = measured.loc[measured["origin"] == Origin.MEASURED].iloc[::-1].to_dict("records")  # the newest first
     for row in (row for row in rows if (row.get(RANKS) or 1) > 1):
         ranks, same = row[RANKS], [name for name in (*series_columns(row), "seq_len", "kind") if name not in _OF_A_RUN]
         alike = []
