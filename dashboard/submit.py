@@ -13,7 +13,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import data, parts
-from orchestrator.execute.ray_jobs import ray_jobs
+from orchestrator.execute.ray_jobs import ray_jobs, refuses_readers
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings, example_spec, load_settings
 
@@ -38,6 +38,7 @@ def page() -> None:
     if reason := _refusal(settings, token):
         st.info(reason, icon=":material/lock:")
         return
+    person = st.text_input("Your name", max_chars=200, key="person", help="lists of runs show it")
     with st.container(horizontal=True):
         check = st.button("Dry run", icon=":material/checklist:")
         submit = st.button(
@@ -45,7 +46,7 @@ def page() -> None:
         )
     if check or submit:
         with st.spinner("Checking" if check else "Submitting"):
-            ok, told = _run(READY_SPECS / name if text == content else None, text, token, dry=check)
+            ok, told = _run(READY_SPECS / name if text == content else None, text, token, person, dry=check)
         st.session_state.update(ok=text if check and ok else None, told=told, of=text)
         st.rerun()
     if st.session_state.get("of") == text:
@@ -58,16 +59,21 @@ def _refusal(settings: Settings, token: str) -> str | None:
     cluster = parts.code(settings.ray_dashboard)
     if not token:
         return "Reading needs no token; a dry run and submitting do."
-    if ray_jobs(settings, "") is not None:
-        return f"The cluster at {cluster} asks for no token, so that readers cannot be told apart: use the command."
+    if not refuses_readers(settings):
+        return (
+            f"The cluster at {cluster} does not answer, or asks for no token, so that readers cannot be told apart: "
+            "use the command."
+        )
     if ray_jobs(settings, token) is None:
         return f"The cluster at {cluster} does not answer, or does not take this token."
     return None
 
 
-def _run(ready: Path | None, text: str, token: str, *, dry: bool) -> tuple[bool, str]:
+def _run(ready: Path | None, text: str, token: str, person: str, *, dry: bool) -> tuple[bool, str]:
     """Whether `nsa submit` of a ready spec or else of the text succeeded, and what it printed."""
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    if person.strip():  # else the user who started the dashboard
+        environment["NSA_PERSON"] = person.strip()
     with tempfile.TemporaryDirectory(prefix="nsa-submit-") as folder:
         path = ready or Path(folder) / "spec.yaml"
         if ready is None:

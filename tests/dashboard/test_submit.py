@@ -14,14 +14,15 @@ from dashboard_pages import check, show, text
 SPEC = "kind: drill\nname: mine\nbehaviours: [ok, skip]\ndevice: cpu\n"
 
 
-@pytest.fixture(params=["secret", None], ids=["with token", "without"])
+@pytest.fixture(params=["secret", None, "busy"], ids=["with token", "without", "no answer without"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str | None]:
-    """The token of a cluster at NSA_RAY_DASHBOARD; None: it asks for none."""
+    """The token of a cluster at NSA_RAY_DASHBOARD; None: it asks for none, or says nothing to who has none."""
 
     class Ray(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            taken = request.param is None or self.headers["Authorization"] == f"Bearer {request.param}"
-            self.send_response(200 if taken else 401)
+            token = self.headers["Authorization"]
+            taken = token if request.param == "busy" else token == f"Bearer {request.param}" or request.param is None
+            self.send_response(200 if taken else 503 if request.param == "busy" else 401)
             self.end_headers()
             self.wfile.write(b"[]")
 
@@ -30,7 +31,7 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadingHTTPServer(("127.0.0.1", 0), Ray) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("NSA_RAY_DASHBOARD", f"http://127.0.0.1:{server.server_port}")
-        yield request.param
+        yield request.param if request.param == "secret" else None
         server.shutdown()
 
 
@@ -48,6 +49,7 @@ def test_it_submits_with_the_typed_token_what_a_dry_run_accepted(
     if cluster is None:
         return
     app.text_area[0].set_value(SPEC).run()
+    app.text_input[1].set_value("Ada").run()
     dry, submit = app.button
     assert submit.disabled
     dry.click().run()
@@ -55,11 +57,11 @@ def test_it_submits_with_the_typed_token_what_a_dry_run_accepted(
     calls = []
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess:
-        calls.append((command[-1], env["RAY_AUTH_TOKEN"]))
+        calls.append((command[-1], env["RAY_AUTH_TOKEN"], env["NSA_PERSON"]))
         return subprocess.CompletedProcess(command, 0, "submitted raysubmit_1", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     app.button[1].click().run()
     assert "submitted raysubmit_1" in text(check(app))
-    assert calls == [("--no-wait", "secret")]
+    assert calls == [("--no-wait", "secret", "Ada")]
     assert app.button[1].disabled, "once"
