@@ -22,6 +22,7 @@ _VALUE = 30  # characters of one
 _OURS = ("chunked", "triton")  # NSA on a CPU and on a GPU
 _LOSS = "heldout_loss"
 _OF_A_RUN = ("run_id", "run_name", "source", f"{MORE}steps")
+_OF_RANKS = [MORE + name for name in ("ranks", "parallel", "micro_batch", "context_parallel")]  # one rank has none
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,16 @@ def _efficiency(store: Store, numbers: pd.DataFrame) -> list[str]:
     rows = numbers.loc[numbers["metric"] == THROUGHPUT.name].to_dict("records")
     if not any((row.get(RANKS) or 1) > 1 for row in rows):
         return []
-    measured, said = queries.measurements(store, metric=THROUGHPUT.name), []
-    single = measured.loc[measured["origin"] == Origin.MEASURED].iloc[::-1].to_dict("records")  # the newest first
+    alike_runs = queries.runs(store, kind=rows[0]["kind"], origin=Origin.MEASURED)["run_id"]
+    measured, said = queries.measurements(store, run_ids=list(alike_runs), metric=THROUGHPUT.name), []
+    single = measured.iloc[::-1].to_dict("records")  # the newest first
     for row in (row for row in rows if (row.get(RANKS) or 1) > 1):
-        ranks, same = row[RANKS], [name for name in (*series_columns(row), "seq_len", "kind") if name not in _OF_A_RUN]
+        # With the axes that only the runs on one rank have.
+        ranks, same = row[RANKS], {*series_columns(measured.columns), "seq_len", "kind"}.difference(_OF_A_RUN)
         alike = []
         for one in single:
             pairs = [(name, text(one.get(name)), text(row.get(name))) for name in same]
-            # An axis of its own that one rank lacks is of several ranks alone.
-            fit = all(mine == its or (not mine and name.startswith(MORE)) for name, mine, its in pairs)
+            fit = all(mine == its or (not mine and name in _OF_RANKS) for name, mine, its in pairs)
             if pd.isna(one.get(RANKS)) and fit:
                 alike.append(one)
         for batch, how in ((row["batch"], "at the same batch"), (row["batch"] / ranks, "at as many sequences a rank")):
