@@ -45,7 +45,9 @@ class TrainingSpec(ModelledSpec):
     compile: bool = Field(default=False, description="torch.compile the passes, or fail; the first step takes minutes")
     cuda_graphs: bool = Field(default=False, description="replay compiled passes as CUDA graphs, whose memory stays")
     seq_len: int = Field(ge=2, le=2**27, description="tokens of a sequence")
-    batch: Count = Field(default=1, description="sequences of a step: micro_batch × ranks × accumulation")
+    batch: Count = Field(
+        default=1, description="sequences of a step: micro_batch × ranks / context_parallel × accumulation"
+    )
     ranks: Count = Field(default=1, description="processes that train together, each on its own GPU")
     context_parallel: Count = Field(default=1, description="ranks that have each sequence together, a divisor of ranks")
     micro_batch: Count | None = Field(default=None, description="sequences of a rank in one pass; None: its whole part")
@@ -74,7 +76,7 @@ class TrainingSpec(ModelledSpec):
                 f"context_parallel: {together}: use a divisor of the {self.ranks} ranks, and a seq_len that is a "
                 f"multiple of {2 * together}"
             )
-        _, accumulation = divided(self.batch, self.ranks // together, self.micro_batch)
+        _, accumulation = divided(self.batch, self.ranks, self.micro_batch, together)
         several = {"parallel": "ddp", "gradient_compression": None, "bucket_mb": None}
         idle = [name for name, usual in several.items() if self.ranks == 1 and getattr(self, name) != usual]
         no_graphs = {  # PyTorch captures none, or a replay would overwrite gradients
@@ -156,7 +158,7 @@ class TrainingSpec(ModelledSpec):
         return [self._point(machine, attention, reasons) for attention in self.attention]
 
     def _point(self, machine: Machine, attention: Literal["nsa", "dense"], reasons: Mapping[str, str | None]) -> Point:
-        micro_batch, accumulation = divided(self.batch, self.ranks // self.context_parallel, self.micro_batch)
+        micro_batch, accumulation = divided(self.batch, self.ranks, self.micro_batch, self.context_parallel)
         exchange = (self.parallel, self.gradient_compression, self.bucket_mb, self.context_parallel)
         implementation = self.backend if attention == "nsa" else "dense"
         if implementation == "auto":  # resolved here: a point names it even if it runs on another host

@@ -7,6 +7,7 @@ heads share them, beside the queries that stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,18 +53,19 @@ def positions(tokens: int, group: ProcessGroup | None, device: torch.device) -> 
 
 
 def gather(shares: Sequence[Tensor], group: ProcessGroup | None) -> Sequence[Tensor]:
-    """Whole sequences [B,S,..] of the ranks' shares [B,S/N,..], by one collective; themselves without a group.
+    """Whole sequences [B,S,..] of the ranks' shares [B,S/N,..], by one collective.
 
-    Differentiable: the gradient of a share is the sum of all ranks'.
+    Shares without elements, or without a group, are returned as they are. Differentiable: the gradient of a share is
+    the sum of all ranks'.
     """
-    if group is None:
+    if group is None or shares[0].numel() == 0:
         return shares
     together = torch.cat([x.flatten(2) for x in shares], -1)
     ranks = _Gather.apply(together, group).unflatten(0, (-1, len(together)))  # [N,B,S/N,D]
     first, last = ranks.chunk(2, 2)
     whole = torch.cat((first, last.flip(0))).transpose(0, 1).flatten(1, 2)
-    parts = whole.split([x[0, 0].numel() for x in shares], -1)
-    return [part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, shares, strict=True)]
+    each = whole.split([math.prod(x.shape[2:]) for x in shares], -1)
+    return [y.unflatten(-1, x.shape[2:]) for y, x in zip(each, shares, strict=True)]
 
 
 def parts(
@@ -72,10 +74,14 @@ def parts(
     """Operands of this rank's two pieces, each with all keys up to its end, of operands that are shares.
 
     Compressed keys and values that the caller made are those of the whole sequence. Raises InputError: as `pieces`, or
-    sequences are packed.
+    sequences are packed, or the shares do not fit each other.
     """
     if cu_seqlens is not None:
         raise InputError("group", f"{group.size()} ranks", "leave out cu_seqlens: packed sequences are not shared")
+    replace(operands, k_cmp=None, v_cmp=None).check(config, False)
+    if operands.offset:
+        raise InputError("k", f"{operands.keys[0].shape[1]} tokens", f"give the {operands.q.shape[1]} of q's share")
+    mine = pieces(operands.q.shape[1] * group.size(), group)
     keys, values = operands.keys, operands.values
     if operands.k_cmp is not None and operands.v_cmp is not None:  # the keys that they were made of are not needed
         keys, values = (keys[1], *keys[1:]), (values[1], *values[1:])
@@ -83,7 +89,7 @@ def parts(
     whole = dict(zip(tensors, gather(list(tensors.values()), group), strict=True))
     keys, values = (tuple(whole[id(x)] for x in each) for each in (keys, values))
     rows = [x if x is None else x.chunk(2, 1) for x in (operands.q, operands.gates, operands.blocks)]
-    for number, piece in enumerate(pieces(keys[0].shape[1], group)):
+    for number, piece in enumerate(mine):
         q, gates, blocks = (x and x[number] for x in rows)
         part = replace(operands, q=q, keys=keys, values=values, gates=gates, blocks=blocks)
         yield part.each(lambda x, end=piece.stop: x[:, :end], lambda x, end=piece.stop: x[:, : config.cmp_tokens(end)])

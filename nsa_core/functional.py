@@ -231,7 +231,7 @@ def dense_attention(
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise InputError("window", repr(window), "use a whole number >= 1, or None for all positions")
     operands = Operands(q, (k, k, k), (v, v, v)).under_autocast()
-    if group is not None:
+    if group is not None and operands.q.numel() > 0:
         parts = context_parallel.parts(operands, NSAConfig(), group, cu_seqlens)
         options = {"scale": scale, "window": window, "backend": backend}
         return torch.cat([dense_attention(each.q, each.keys[0], each.values[0], **options) for each in parts], 1)
@@ -249,7 +249,7 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     """Sum of `branches`, as nsa_attention and the doors below it have it."""
     operands = operands.under_autocast()
-    if group is not None:
+    if group is not None and operands.q.numel() > 0:
         parts = context_parallel.parts(operands, config, group, cu_seqlens)
         return torch.cat([_attention(part, config, branches, None, None, scale, backend) for part in parts], 1)
     operands.check(config, cu_seqlens is not None)

@@ -211,6 +211,7 @@ class DeadlineWatch:
     _start: float = field(default_factory=time.monotonic)
     _last_beat: float | None = None
     _read: float = field(default_factory=time.monotonic)  # when events were read last
+    _noted: float = -math.inf  # when descendants were looked for last
     _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time`
     _wrong_clock: str = ""  # why its samples are refused
     _kills: int = field(default_factory=lambda: oom_kills())
@@ -230,11 +231,11 @@ class DeadlineWatch:
                         self._timing = before, now
                     elif phase == TIMED and self._timing is not None:
                         low, high = before - self._timing[1], now - self._timing[0]
-                        if not (low - _STALL_S) / _APART <= done / 1000 <= high * _APART:
-                            took = (
-                                f"{done / 1000:.3g} s by the process's clock, {low:.3g} to {high:.3g} s by its parent's"
-                            )
-                            self._wrong_clock = f"WrongResult: samples of time took {took}"
+                        took = done / 1000
+                        if not (low - _STALL_S) / _APART <= took <= high * _APART + _STALL_S:
+                            both = f"{took:.3g} s by the process's clock, {max(0, low):.3g} to {high:.3g} s by its"
+                            why = f"samples of time took {both} parent's; measure without what replaces the clock"
+                            self._wrong_clock = f"WrongResult: {why}"
                     if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
                         self._start += now - self._last_beat  # the point's deadline does not run
                     self._last_beat, self.phase = now, phase
@@ -247,7 +248,9 @@ class DeadlineWatch:
                 case messages.Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
-            self.child.note_descendants()
+            if self._read - self._noted >= POLL_S:
+                self._noted = self._read
+                self.child.note_descendants()
             memory = psutil.virtual_memory()
             self._low_memory = memory.available < _LOW_MEMORY * memory.total
             return events, self._overdue()

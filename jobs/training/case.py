@@ -126,13 +126,15 @@ class TextCase(TrainingCase):
     topology: bool = False
 
 
-def divided(batch: int, ranks: int, micro_batch: int | None) -> tuple[int, int]:
-    """Micro-batch and accumulation of a batch; without a micro-batch each rank takes its part in one pass. Raises
-    ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches that do."""
-    unit = ranks * (micro_batch or 1)
+def divided(batch: int, ranks: int, micro_batch: int | None, together: int = 1) -> tuple[int, int]:
+    """Micro-batch and accumulation of a batch; without a micro-batch each rank, or `together` of them, takes its part
+    in one pass. Raises ValueError: the batch does not divide; the message shows the arithmetic and the nearest batches
+    that do."""
+    groups, of = ranks // together, f" / {together}" if together > 1 else ""
+    unit = groups * (micro_batch or 1)
     if batch % unit:
         below, above = batch - batch % unit, batch - batch % unit + unit
         given = f"micro_batch {micro_batch}" if micro_batch else "a micro_batch"
         nearest = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(f"batch: {batch}: is not {given} × ranks {ranks} × accumulation; use {nearest}")
-    return (micro_batch, batch // unit) if micro_batch else (batch // ranks, 1)
+        raise ValueError(f"batch: {batch}: is not {given} × ranks {ranks}{of} × accumulation; use {nearest}")
+    return (micro_batch, batch // unit) if micro_batch else (batch // groups, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def compare_all(rank: int, rendezvous: Path) -> None:
 
     sides = {"q": draw(4, 8), "k": draw(2, 8), "v": draw(2, 6), "gates": draw(4, 3).sigmoid()}
     same_as_one_rank(lambda group, **x: nsa_attention(**x, config=SMALL, group=group), [], **sides)
-    del sides["gates"]
+    gates = sides.pop("gates")
     same_as_one_rank(lambda group, **x: dense_attention(**x, group=group), [], **sides)
     for compress, branches in (("mean", ("cmp", "slc", "win")), ("mlp", ("cmp", "slc", "win")), ("mean", ("slc",))):
         torch.manual_seed(0)
@@ -76,6 +77,18 @@ def compare_all(rank: int, rendezvous: Path) -> None:
     group = dist.group.WORLD
     with pytest.raises(InputError, match=r"^group: 2 ranks for 46 tokens: give sequences of a multiple of 4 tokens$"):
         share(draw(4, 8)[:, :46], group)
+    attend = partial(nsa_attention, config=SMALL, group=group)
+    with pytest.raises(InputError, match=r"^group: 2 ranks for 94 tokens"):
+        attend(*(sides[name][:, :47] for name in ("q", "k", "v")), gates[:, :47])
+    with pytest.raises(InputError, match=r"^k: 48 tokens: give the 24 of q's share"):
+        attend(sides["q"][:, :24], sides["k"], sides["v"], gates[:, :24])
+    with pytest.raises(InputError, match=r"^k: .* float32"):
+        attend(sides["q"], sides["k"].float(), sides["v"], gates)
+    for empty in (slice(0), (slice(None), slice(0))):
+        nothing = attend(*(sides[name][empty] for name in ("q", "k", "v")), gates[empty])
+        assert nothing.shape == (*sides["q"][empty].shape[:3], 6)
+        layer.group = group
+        assert layer(draw(24)[empty]).numel() == 0
     with pytest.raises(InputError, match=r"^group: 2 ranks: leave out cache and cu_seqlens"):
         model(torch.zeros(1, 4, dtype=torch.long), cache=model.new_cache())
     dist.destroy_process_group()

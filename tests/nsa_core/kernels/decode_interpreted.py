@@ -10,7 +10,6 @@ from kernel_interpreter import MARKS
 from nsa_core import NSAConfig, select_blocks
 from nsa_core.cache import DenseCache, NSACache
 from nsa_core.layer import DenseAttention, NativeSparseAttention
-from nsa_core.routes import capture
 
 pytestmark = MARKS
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, slc_block=8, slc_count=4, window=10)
@@ -194,15 +193,3 @@ def test_the_host_can_count_tokens_stored_by_replays():
     cache.recount()
     assert cache.length == 16
     assert cache.k_cmp.length == SMALL.cmp_tokens(16)
-
-
-def test_steps_that_need_gradients_are_plain_pytorch():
-    layer, x = layer_of(SMALL), torch.randn(1, 21, 24)
-    layer.backend = "triton"
-    cache = NSACache(SMALL)
-    for needed, kernel in ((True, "decode"), (False, "decode-triton")):
-        with torch.set_grad_enabled(needed), capture() as runs:
-            layer(x[:, :20] if cache.length == 0 else x[:, 20:], cache)
-            layer(x[:, 20:], cache)
-        assert kernel in {run.kernel for run in runs}
-        assert ("decode" in {run.kernel for run in runs}) == needed
