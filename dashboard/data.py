@@ -122,14 +122,14 @@ def branches(store: Store, run_ids: Sequence[str]) -> list[BranchShares]:
     return branch_shares(queries.measurements(store, run_ids=run_ids))
 
 
-def judged(store: Store) -> list[Decision]:
-    """Decisions on all targets. Raises GatesError if the rules cannot be read."""
+def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:
+    """Decisions on all targets, and where NSA begins to pay. Raises GatesError if the rules cannot be read."""
     gates = load_gates(load_settings().gates)
     return _judged(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
 
 
-def results(store: Store) -> tuple[list[Crossing], list[Cell]]:
-    """Where NSA begins to pay, and what it takes cell by cell. Raises GatesError if the rules cannot be read."""
+def results(store: Store) -> list[Cell]:
+    """What NSA takes, cell by cell. Raises GatesError if the rules cannot be read."""
     gates = load_gates(load_settings().gates)
     return _results(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
 
@@ -141,16 +141,16 @@ _of_rules = st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs=
 @_of_rules  # `rules`, `held` and `changed` are part of the cache's key only
 def _judged(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> list[Decision]:
-    return decisions(_gates, judge(measured_runs(store, None), _gates))
+) -> tuple[list[Decision], list[Crossing]]:
+    found = measured_runs(store, None)
+    return decisions(_gates, judge(found, _gates)), crossings(found, _gates)
 
 
 @_of_rules
 def _results(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> tuple[list[Crossing], list[Cell]]:
-    found = crossings(measured_runs(store, None), _gates)
-    return found, cells(store, found)
+) -> list[Cell]:
+    return cells(store, _judged(store, rules, held, changed, _gates=_gates)[1])
 
 
 @_read

@@ -74,7 +74,7 @@ def _going_on(store: Store, *, seen: dict[str, int]) -> None:
 def _decisions(store: Store) -> None:
     """Draw the verdicts, where NSA pays, and a card for each target; wrong rules leave the rest of the page."""
     try:
-        decisions, (crossings, _) = data.judged(store), data.results(store)
+        decisions, crossings = data.judged(store)
     except UserError as err:
         help_pages.explain(err)
         return

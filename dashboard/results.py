@@ -20,7 +20,7 @@ DENSE, PEER = "the fastest dense attention", "the best other NSA"
 def page() -> None:
     st.title("Results")
     store = data.open_store()
-    _, found = data.results(store)
+    found = data.results(store)
     if not found:
         help_pages.nothing_yet("No run has measured NSA and dense attention side by side on a GPU yet.")
         return
