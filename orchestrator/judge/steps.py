@@ -100,7 +100,7 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
 
 def forecast(content: Mapping[str, Any], points: int, gpus: int, machines: Iterable[Hardware]) -> list[str]:
     """Time and price of a spec's content with so many points on each machine with so many GPUs: "5 min, 0.09 GPU-h,
-    $0.35 on 1× H200". None of a spec whose duration has not been published with as many points."""
+    $0.35 on 1× H200". None of a spec whose duration has not been published with as many points; a soak says its own."""
     known = [each for each in durations(()) if each.points == points]
     lines = []
     for machine in machines:

@@ -26,7 +26,7 @@ from orchestrator.errors import UserError
 from orchestrator.execute import requirements
 from orchestrator.execute.requirements import Requirements
 from orchestrator.execute.supervisor import Conditions
-from orchestrator.judge.rules import load_gates
+from orchestrator.judge.rules import READY_SPECS, load_gates
 from orchestrator.judge.steps import forecast
 from orchestrator.run import plan
 from orchestrator.run.gates import own_gates
@@ -153,7 +153,10 @@ def print_points(order: Order) -> None:
         needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
     gpus, machines = ceil(requirements.gpus_per_point(spec, machine)), load_gates(order.settings.gates).hardware
-    for line in (*spec.notes(), *forecast(spec.model_dump(), len(points), gpus, machines)):
+    # Published times are of ready specs as they are; hashes of older versions lack fields that have come since.
+    ready = [load_spec(path) for path in READY_SPECS.glob("*.yaml") if f"name: {spec.name}\n" in path.read_text()]
+    published = any(each.model_dump(exclude={"resources"}) == spec.model_dump(exclude={"resources"}) for each in ready)
+    for line in (*spec.notes(), *forecast(spec.model_dump(), len(points) if published else 0, gpus, machines)):
         say(line)
     named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
     for field, path in named:

@@ -130,3 +130,9 @@ def test_paths_and_interpreters_are_looked_for_where_the_points_run(home, tmp_pa
     for named in ("data.path: '/no/data'", "python: '/no/python'"):
         assert f"{named} is not on this machine; a run looks for it on the nodes" in out
     assert not (home / "artifacts").exists()
+
+
+@pytest.mark.parametrize(("override", "told"), [("resources.accelerator_type=H200", True), ("steps=100000", False)])
+def test_a_dry_run_tells_the_time_of_a_ready_spec_as_it_is_alone(home, capsys, override: str, told: bool) -> None:
+    assert driver.main(["jobs/configs/train_speed.yaml", "--dry-run", "--set", override]) == 0
+    assert ("published results" in capsys.readouterr().out) is told
