@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from jobs.schema.axes import AXES
 from jobs.schema.point import EndedPoint, Machine, Point
@@ -190,6 +190,13 @@ class JobSpec(Strict):
     ] = Field(default=[None], description="path of an interpreter, or a list of them; None: the orchestrator's own")
     resources: Resources = Resources()
     deadlines: Deadlines = Deadlines()
+
+    @field_validator("requires_preflight")
+    @classmethod
+    def _of_gpus(cls, required: bool, earlier: ValidationInfo) -> bool:
+        if required and earlier.data.get("device") == "cpu":
+            raise ValueError("a CPU has no preflight; leave it out")
+        return required
 
     @property
     def settings(self) -> list[str]:

@@ -151,7 +151,7 @@ def require_preflight(store: Store, gpus: Mapping[str, int], now: datetime, comm
     at them again."""
     cards, mistakes = judge_cards(store), []
     for node, count in gpus.items():
-        here = [card for card in cards if card.node == node]
+        here = [card for card in cards if card.node == node and not card.uuid.startswith(f"{node}: ")]  # not of a CPU
         fresh = [card for card in here if now - card.at <= FRESH]
         bad = ((card, each) for card in fresh for each in card.findings if each.level == Level.BAD)
         for card, (check, _, value, why, fix) in bad:

@@ -116,7 +116,9 @@ def _run(order: Order, stop: _Stop) -> int:
             executor = executor or _executor(order)
             if order.spec.requires_preflight:
                 gpus, door = executor.gpus(), "python -m jobs --local" if order.local else "nsa submit"
-                again = f"{door} {example_spec('preflight')} --set cards={sum(gpus.values())}"
+                again = f"{door} {example_spec('preflight')} --set cards={max(1, sum(gpus.values()))}"
+                if accelerator := order.spec.resources.accelerator_type:
+                    again += f" --set resources.accelerator_type={accelerator}"
                 require_preflight(store, gpus, datetime.now(UTC), again)
             machines = executor.probe()
             points, further = plan.points_of(order.spec, machines), partial(plan.points_of, order.spec, machines)

@@ -246,6 +246,11 @@ def test_a_spec_that_requires_it_is_refused_without_a_good_preflight_of_the_day(
     assert "\n" not in bad, "what is WARN refuses nothing"
     assert refusal({"bench2": 1}).startswith("requires_preflight: true: 1 of 1 GPUs of bench2 had no preflight within")
     assert "there is no GPU" in refusal({"bench1": 0})
+    on_cpu = rec.RunRecord(run_id="c", at=T0, name="p", kind="preflight", spec={}, spec_hash="0")
+    point = attempt(planned("c", 0, "x", 1, T0, {"device": "cpu"}), T0, 20, PointState.OK)
+    point = [each.model_copy(update={"node": "bench3"}) if each.type == "start" else each for each in point]
+    sqlite_store.apply_many([on_cpu, *point])
+    assert "1 of 1 GPUs of bench3 had no preflight" in refusal({"bench3": 1}), "one on the CPU looks at no card"
     assert f"8 of 8 GPUs of bench1 had no preflight within a day; NVIDIA H200 2: {T0:%Y-%m-%d %H:%M} UTC" in refusal(
         {"bench1": 8}, 25
     )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -65,6 +66,13 @@ def test_a_run_that_requires_preflights_begins_nothing_without_them(
     said = capsys.readouterr().err
     assert "error: requires_preflight: true: 2 of 2 GPUs of " in said
     assert said.endswith("run python -m jobs --local jobs/configs/preflight.yaml --set cards=2\n")
+    monkeypatch.setattr(driver, "_executor", lambda order: SimpleNamespace(gpus=dict))
+    path = spec("pass", more="requires_preflight: true\n")
+    assert driver.main([str(path), "--set", "resources.accelerator_type=H200"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("preflight.yaml --set cards=1 --set resources.accelerator_type=H200\n")
+    assert driver.main([str(path), "--set", "device=cpu"]) == 2
+    assert capsys.readouterr().err == "error: requires_preflight: True: a CPU has no preflight; leave it out\n"
     assert not list((home / "artifacts").glob("*"))
 
 
