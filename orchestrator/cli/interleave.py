@@ -151,7 +151,8 @@ def bisect(
     """The first commit after `good` at which a cell got worse, and how much at `bad`; several commits, if those between
     could not be told; none, if no cell is worse at `bad`. The cell is the one that is worst at `bad`.
 
-    Each commit is measured in turns with `good`. Raises UserError: there are no commits between the two.
+    Each commit is measured in turns with `good`. Raises UserError: `good` is no ancestor of `bad`, or they have no cell
+    in common.
     """
     good, bad = commit_of("GOOD", good), commit_of("BAD", bad)
     listed = git(SOURCES, "rev-list", "--reverse", "--first-parent", "--ancestry-path", f"{good}..{bad}")
@@ -165,6 +166,9 @@ def bisect(
         return compare(store, sides[0], sides[1:], metric, threshold)[0]
 
     at_bad, worse = compared(bad), (Change.FAILED, Change.WORSE)
+    if not at_bad.cells:
+        fix = "give a spec or overrides by which both measure the same, or a later GOOD"
+        raise UserError(f"BAD: {bad[:7]}: has no cell in common with GOOD {good[:7]}; {fix}")
     worst = at_bad.cells[0]
     where = " ".join(filter(None, coordinates(worst.cell).values()))
     say(f"{bad[:7]}: {word(worst.change, at_bad.quantity)}, {worst.ratio:.3f}: {where}")

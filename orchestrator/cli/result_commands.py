@@ -78,7 +78,8 @@ def compare(
     overrides: Overrides = None,
     local: Annotated[bool, typer.Option("--local", help="measure on this machine, not as a job")] = False,
 ) -> None:
-    """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous.
+    """Compare runs or commits cell by cell. Exit 0: none got worse; 1: one did, or failed; 3: one is ambiguous, or two
+    have no cell in common.
 
     With --interleave and --at both are measured in turns, A B A B, in one job, each turn by processes of its own.
     """
@@ -111,7 +112,8 @@ def compare(
         for table in comparing.tables(each):
             console.show(table, format)
     changes = {cell.change for each in found for cell in each.cells}
-    raise typer.Exit(1 if changes & {Change.FAILED, Change.WORSE} else 3 if Change.AMBIGUOUS in changes else 0)
+    untold = Change.AMBIGUOUS in changes or not all(each.cells for each in found)
+    raise typer.Exit(1 if changes & {Change.FAILED, Change.WORSE} else 3 if untold else 0)
 
 
 @app.command()

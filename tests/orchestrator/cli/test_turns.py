@@ -135,7 +135,7 @@ def test_an_empty_webhook_wins_over_that_of_the_env_file(tmp_path: Path, monkeyp
     assert load_settings().webhook is None
 
 
-FACTORS = (1.0, 1.001, 1.002, 0.0, 1.032, 1.031, 1.07)  # of the commits; the fourth measures nothing
+FACTORS = (1.0, 1.001, 1.002, 0.0, 1.032, 1.031, 1.07, -1.0)  # the fourth measures nothing, the last other lengths
 
 
 def made_up(turns: Turns, store: Store, sources: Sequence[Sources]) -> list[Side]:
@@ -149,9 +149,9 @@ def made_up(turns: Turns, store: Store, sources: Sequence[Sources]) -> list[Side
         commit = {"git_commit": each.state.commit, "git_dirty": each.state.dirty}
         begin = RunRecord(**run, **commit, name="f", kind="f", spec={}, spec_hash="5")
         points: list[Any] = []
-        for number, times in enumerate((drift * np.ones(20), drift * factor * np.ones(20)) if factor else ()):
+        for number, times in enumerate((drift * np.ones(20), drift * abs(factor) * np.ones(20)) if factor else ()):
             point = {**run, "point_id": f"{run_id}/{number}"}
-            axes = {"implementation": "fake", "seq_len": 2048 * (number + 1)}
+            axes = {"implementation": "fake", "seq_len": (2048 if factor > 0 else 8192) * (number + 1)}
             points.append(PointRecord(**point, index=number, key=f"{number}", label="p", config={}, axes=axes))
             values = tuple(times * (1 + np.arange(20) % 7 / 2000))
             metric = MetricData(name="time", unit="ms", value=float(np.median(values)), samples=values)
@@ -202,6 +202,8 @@ def test_the_commit_of_a_slowdown_is_found_and_those_that_cannot_be_told_are_nam
     assert nsa("bisect", commits[2], commits[0], "fake.yaml").err.startswith("error: GOOD: ")
     assert nsa("bisect", commits[2], commits[2], "fake.yaml").err.startswith("error: GOOD: ")
     assert nsa("bisect", commits[2], "nonsense", "fake.yaml").err.startswith("error: BAD: 'nonsense': is none of ")
+    refused = nsa("bisect", commits[5], commits[7], "fake.yaml").err
+    assert refused.startswith(f"error: BAD: {commits[7][:7]}: has no cell in common with GOOD {commits[5][:7]}; ")
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def test_a_commit_is_compared_by_a_command(
     assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
     assert "| triton | forward | 12/2 d64 | 8192 |" in done.out
     assert nsa("compare", "a", "a").code == 0
+    sqlite_store.apply_many(records("other", "e" * 40, 2, {512: 1.0}))
+    assert nsa("compare", "a", "other").code == 3, "no cell in common"
     nsa("label", "a", "--tag", "baseline")
     assert "new after a" in nsa("compare", "baseline", "new", "--format", "md").out
     assert nsa("compare", "a", "new", "--metric", "nonsense").err.startswith(
