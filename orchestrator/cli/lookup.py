@@ -53,12 +53,15 @@ def find_runs(store: Store, texts: Sequence[str] | None) -> list[str]:
 
 
 def find_side(store: Store, text: str) -> Side:
-    """The measured runs of the commit that begins so; else the newest run with this tag, or as `find_run`."""
+    """The measured runs of the commit that begins so; else the last run, that of this id, the newest with this tag,
+    or as `find_run`."""
     from orchestrator.report.compare import Side  # takes long to import
 
     if len(text) >= _COMMIT and (of_commit := queries.run_ids(store, origin=Origin.MEASURED, commit=text)):
         return Side(f"commit {text}", tuple(of_commit))
-    tagged = queries.runs(store, tag=text, origin=Origin.MEASURED, limit=1)["run_id"].tolist() if text else ()
+    tagged = []
+    if text and text != "last" and text not in queries.run_ids(store):
+        tagged = queries.runs(store, tag=text, origin=Origin.MEASURED, limit=1)["run_id"].tolist()
     run_id = tagged[0] if tagged else find_run(store, text)
     return Side(run_id, (run_id,))
 

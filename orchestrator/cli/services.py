@@ -77,7 +77,7 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     dashboard += ["--browser.gatherUsageStats=false"]
     server: dict[str, Any] = {}  # Streamlit's section, of the user's files
     for folder in ("~", SOURCES if installation() is Installation.CHECKOUT else settings.home):
-        with suppress(OSError, ValueError, RuntimeError):  # of a user without a home
+        with suppress(OSError, ValueError, TypeError, RuntimeError):  # RuntimeError: a user without a home
             file = Path(folder).expanduser() / ".streamlit" / "config.toml"
             server |= tomllib.loads(file.read_text()).get("server", {})
     path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", str(server.get("baseUrlPath", ""))).strip("/")
@@ -157,8 +157,9 @@ def _get(url: str) -> tuple[int, bytes]:
         # A host with http_proxy and no no_proxy asked the proxy for its own loopback: `nsa up` waited in vain.
         local = urlsplit(url).hostname in LOOPBACKS
         proxies = urllib.request.ProxyHandler({} if local else None)
-        # A certificate is for the name that browsers use, not for loopback.
-        context = ssl._create_unverified_context() if local else None  # pyright: ignore[reportPrivateUsage]
+        context = ssl.create_default_context()
+        if local:  # a certificate is for the name that browsers use, not for loopback
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
         with opener.open(url, timeout=2) as answer:
             return answer.status, answer.read(4096)

@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 from nsa_command import Nsa
 
+from orchestrator.cli import lookup
 from orchestrator.run import driver
 from orchestrator.settings import load_settings
-from orchestrator.store import Store, journal
+from orchestrator.store import Store, journal, queries
 from orchestrator.store.records import LabelRecord, now
 
 SPEC = "kind: snippet\nname: test\ndevice: cpu\ncodes: [value = 1.5, raise ValueError, value = 2.5]\n"
@@ -47,6 +48,11 @@ def test_a_run_is_labelled_and_found_and_a_point_of_it_measured_again(nsa: Nsa, 
     assert "git worktree add" in script
     assert nsa("rerun", f"{run_id}/1", "--local").code == 1
     [*_, newest, oldest] = nsa("runs").out.splitlines()
+    with Store.open(load_settings().database) as store:
+        rerun = next(iter(queries.run_ids(store)))
+        for name in ("last", rerun):
+            nsa("label", run_id, "--tag", name)
+            assert lookup.find_side(store, name).name == rerun, "rather than the run with this tag"
     assert (newest.split()[3], oldest.split()[3]) == ("failed", "done,")
     assert "only=['" in newest
     assert nsa("rerun", "last/9", "--local").err.startswith("error: --point: 9: run ")
