@@ -165,7 +165,8 @@ class Hardware(BaseModel):
         1g.18gb", is the card only for a pattern that names MIG."""
         if self.gpu is None or name is None:
             return self.gpu is name
-        number = re.match(r"[^*?[]*\d(?=\*)", self.gpu)  # "NVIDIA A100*" is no A1000
+        # "NVIDIA A100*" is no A1000; "RTX 30*" is a 3090.
+        number = re.match(r"[^*?[]*[A-Za-z]\d+(?=\*)", self.gpu)
         longer = number is not None and name[number.end() :][:1].isdigit()
         return fnmatchcase(name, self.gpu) and not longer and (_SLICE in self.gpu or _SLICE not in name)
 

@@ -125,6 +125,7 @@ def test_a_ratio_with_itself_and_a_wrong_architecture_are_refused(tmp_path: Path
         ("NVIDIA H200", "NVIDIA H20*", False),
         ("NVIDIA H200", "NVIDIA H200*", True),
         ("NVIDIA H200", "NVIDIA H*", True),
+        ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 30*", True),
     ],
 )
 def test_a_card_is_not_taken_for_one_whose_number_begins_alike(name: str, pattern: str, same: bool) -> None:
