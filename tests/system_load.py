@@ -22,7 +22,7 @@ from pathlib import Path
 from made_up_runs import attempt, metrics, planned
 from playwright.sync_api import Browser, expect, sync_playwright
 from postgres_process import Postgres
-from processes import free_ports
+from processes import CHROMIUM, free_ports
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store, queries, upgrade
@@ -61,9 +61,7 @@ def main() -> None:
             time_commands(full, empty)
         if "pages" in only:
             playwright = stack.enter_context(sync_playwright())
-            time_pages(
-                playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]), full, empty
-            )
+            time_pages(playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]), full, empty)
 
 
 def store(name: str, url: str, runs: int = 1000) -> None:

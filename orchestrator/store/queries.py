@@ -393,7 +393,7 @@ def own_axes(store: Store, run_ids: Sequence[str]) -> dict[str, str]:
 
 
 def counts(store: Store) -> dict[str, int]:
-    """Numbers of runs, points, metrics and verdicts stored."""
+    """Numbers of runs, points, metrics (also of attempts that others replaced) and verdicts stored."""
     number = func.count()
     with store.session() as session:
         by_origin = dict(session.execute(select(Run.origin, number).group_by(Run.origin)).all())

@@ -24,7 +24,7 @@ from playwright.sync_api import (
     expect,
     sync_playwright,
 )
-from processes import free_ports
+from processes import CHROMIUM, free_ports
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.store import Store
@@ -49,10 +49,9 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext
 
 
 def _launch(playwright: Playwright, profile: Path) -> BrowserContext:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     try:
         return playwright.chromium.launch_persistent_context(
-            profile, executable_path=path, args=["--no-sandbox"], viewport=WIDE
+            profile, executable_path=CHROMIUM, args=["--no-sandbox"], viewport=WIDE
         )
     except Error as err:
         pytest.skip(f"no Chromium: {str(err).splitlines()[0]}; install it, or run `playwright install chromium`")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import time
 from collections.abc import Callable
 
 import psutil
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def wait_for(
