@@ -281,16 +281,16 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
     """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
     same series, in a newer run without evidence."""
     sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
-    newer: list[Run] = []
     for run in case.preferred(scope):
         found = find(rule, run, scope)
         if found.candidates or found.refused:
-            for other, side in product((each for each in newer if each.failed(scope)), sides):
+            newer = (each for each in case.runs[: case.runs.index(run)] if each.complete and each.failed(scope))
+            without = (each for each in newer if not find(rule, each, scope).candidates)
+            for other, side in product(without, sides):
                 for point in other.in_scope(scope, side):
                     if point["state"] in FAILED and series_of(point) in run.lengths(scope):
                         return run, found, (point, other)
             return run, found, None
-        newer.append(run)
     return None, Found([]), None
 
 

@@ -211,6 +211,12 @@ def a_smaller_sweep_hangs(jobs: dict[str, Job]) -> None:
     jobs["newer-scaling"].points[0].state = PointState.HANG
 
 
+def a_point_of_it_crashes(jobs: dict[str, Job]) -> None:
+    """A newer run of one point, too few for the rule."""
+    first, *_ = good()["learns-m7c"].points
+    jobs["newer-learns"] = replace(jobs["learns-m7c"], points=[replace(first, state=PointState.CRASH)], day=1)
+
+
 def wrong_at_size(jobs: dict[str, Job]) -> None:
     point = jobs["scaling-m7c"].points[0]
     point.state, point.reason = PointState.ERROR, "WrongResult: triton: output is off by 9.9e-01 of the oracle's"
@@ -270,6 +276,7 @@ TABLE: dict[str, tuple[Mutation, str, Result]] = {
     "a newer run crashed": (newer("train-speed", points("train-speed", state=PointState.CRASH)), "throughput", UNKNOWN),
     "a newer sweep is smaller and worse": (a_smaller_sweep_is_wrong, "correctness", UNKNOWN),
     "a newer sweep is smaller and hangs": (a_smaller_sweep_hangs, "no-failures", UNKNOWN),
+    "a newer run of few points crashed": (a_point_of_it_crashes, "both-learned", UNKNOWN),
     "an older run is worse": (run("learns-m7c", day=2), "learns", GO),
     "a newer run is cancelled": (
         newer("train-speed", change("train-speed", throughput=1e3), state=RunState.CANCELLED),
