@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Better, Quantities
@@ -77,13 +77,22 @@ def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[s
         return f"unit: {rule.unit!r}: {first.name} is in {first.unit!r}; write that"
     share = first.unit == "%" and first.better is not None  # a change, which may be negative, has no better direction
     positive = rule.kind != "metric" or rule.absolute or first.unit in _NEVER_BELOW_ZERO or share
+    if rule.kind == "exponent":
+        positive = first.better is Better.LOWER  # a rate falls with the length
     if positive and isinstance(rule.at_least, float) and rule.at_least <= 0:
         return f"at_least: {rule.at_least:g}: nothing is below it; give a bound that can be missed"
     bound, right = ("at_most", "at_least") if rule.at_least is None else ("at_least", "at_most")
     wrong = Better.HIGHER if bound == "at_most" else Better.LOWER
-    if first.better is wrong and not any(
-        each.kind != "states" and _metrics(each) == _metrics(rule) and getattr(each, right) is not None
-        for each in target.rules
+    side: Any = rule.numerator if rule.kind == "ratio" else rule
+    named = side.where.implementation
+    of_dense = all(name.startswith("dense") for name in ([named] if isinstance(named, str) else named or [""]))
+    if (
+        first.better is wrong
+        and not of_dense
+        and not any(  # dense attention's is a control, or a speedup
+            each.kind != "states" and _metrics(each) == _metrics(rule) and getattr(each, right) is not None
+            for each in target.rules
+        )
     ):
         return f"{bound}: of {first.name} {wrong} is better, so that only too good ones fail; use {right}, or add it"
     return None

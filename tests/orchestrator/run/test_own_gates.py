@@ -75,6 +75,14 @@ def test_a_rule_that_decides_nothing_is_refused(tmp_path: Path, rule: dict[str, 
     assert re.match(rf"targets\.(t|0)\.rules\.(r)?0\.(\w+\.)?{re.escape(message)}", str(refused.value))
 
 
+def test_a_speedup_a_falling_rate_and_a_control_of_dense_attention_are_rules(tmp_path: Path) -> None:
+    dense = {"where": {"implementation": "dense*"}}
+    speedup = ratio("time", "time", at_least=1.5) | {"numerator": {"metric": "time"} | dense}
+    falls = {"kind": "exponent", "metric": "throughput", "at_least": -0.2}
+    control = {"kind": "exponent", "metric": "time", "at_least": 1.5} | dense
+    assert len(own_gates(written(tmp_path, speedup, falls, control)).targets[0].rules) == 3
+
+
 def test_a_bound_is_looked_at_on_each_hardware(tmp_path: Path) -> None:
     cards = [{"name": f"{n}x-x", "title": "X", "gpu": "X", "gpus": n} for n in (1, 2)]
     speed = {"kind": "metric", "metric": "throughput", "unit": "tok/s", "gpus": "all", "at_least": 9.0}
