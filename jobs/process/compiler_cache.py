@@ -31,7 +31,8 @@ def folders(fallback: Path) -> dict[str, str]:
     """The variables of the compilers' caches: as they are set, else in the user's cache, below /tmp, or `fallback`."""
     candidates = [Path(tempfile.gettempdir()) / f"nsa-bench-{os.geteuid()}"]
     with contextlib.suppress(RuntimeError):  # of a container's user without a home
-        candidates.insert(0, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-bench")
+        of_user = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is to be ignored
+        candidates.insert(0, Path(of_user if os.path.isabs(of_user) else Path.home() / ".cache") / "nsa-bench")
     local = (folder for folder in candidates if network_file_system(folder) is None)
     root = next(filter(_usable, local), fallback)
     return {name: os.environ.get(name) or str(root / folder) for name, folder in VARIABLES.items()}

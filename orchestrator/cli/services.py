@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import psutil
 
@@ -74,14 +74,14 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     app = SOURCES / "dashboard" / "app.py"  # its settings lie beside it, in .streamlit/
     dashboard = [sys.executable, "-m", "streamlit", "run", str(app), "--server.headless=true"]
     dashboard += [f"--server.address={LOOPBACK}", f"--server.port={settings.dashboard_port}"]
-    dashboard += ["--browser.gatherUsageStats=false"]
+    dashboard += ["--browser.gatherUsageStats=false", "--global.developmentMode=false"]  # which refuses a port
     server: dict[str, Any] = {}  # Streamlit's section, of the user's files
     for folder in ("~", SOURCES if installation() is Installation.CHECKOUT else settings.home):
         with suppress(OSError, ValueError, TypeError, RuntimeError):  # RuntimeError: a user without a home
             file = Path(folder).expanduser() / ".streamlit" / "config.toml"
             server |= tomllib.loads(file.read_text()).get("server", {})
-    path = os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH", str(server.get("baseUrlPath", ""))).strip("/")
-    scheme = "https" if os.environ.get("STREAMLIT_SERVER_SSL_CERT_FILE", server.get("sslCertFile")) else "http"
+    path = quote(os.environ.get("STREAMLIT_SERVER_BASE_URL_PATH") or str(server.get("baseUrlPath", ""))).strip("/")
+    scheme = "https" if os.environ.get("STREAMLIT_SERVER_SSL_CERT_FILE") or server.get("sslCertFile") else "http"
     dashboard_url = f"{scheme}://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
     ray_url, port, home = settings.ray_dashboard.rstrip("/"), settings.dashboard_port, settings.home
     return [

@@ -36,6 +36,12 @@ def caches(tmp_path: Path) -> set[Path]:
     return {Path(folder).parent for folder in compiler_cache.folders(tmp_path / "point").values()}
 
 
+def test_a_relative_cache_of_the_user_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert caches(tmp_path) == {tmp_path / ".cache" / "nsa-bench"}
+
+
 def test_caches_are_in_the_users_home_where_no_other_user_can_write(home: Path, tmp_path: Path) -> None:
     assert caches(tmp_path) == {home / "nsa-bench"}
     assert (home / "nsa-bench").stat().st_mode & 0o777 == 0o700

@@ -125,9 +125,9 @@ def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_add
         dashboard = services.local_services(settings)[1]
         assert dashboard.url == f"https://127.0.0.1:{settings.dashboard_port}/nsa"
         assert dashboard.healthy
-    for text in ("no TOML", "server = 5"):
+    for text, path in (("no TOML", ""), ("server = 5", ""), ('[server]\nbaseUrlPath = "/my nsa/"', "/my%20nsa")):
         own.write_text(text)
-        assert services.local_services(settings)[1].url == f"http://127.0.0.1:{settings.dashboard_port}"
+        assert services.local_services(settings)[1].url == f"http://127.0.0.1:{settings.dashboard_port}{path}"
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:
