@@ -211,7 +211,6 @@ class DeadlineWatch:
     _start: float = field(default_factory=time.monotonic)
     _last_beat: float | None = None
     _read: float = field(default_factory=time.monotonic)  # when events were read last
-    _noted: float = -math.inf  # when descendants were looked for last
     _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time`
     _wrong_clock: str = ""  # why its samples are refused
     _kills: int = field(default_factory=lambda: oom_kills())
@@ -248,9 +247,7 @@ class DeadlineWatch:
                 case messages.Failure(state, reason, files):
                     return events[:number], Ended(state, reason, None, files)
         if alive:
-            if self._read - self._noted >= POLL_S:
-                self._noted = self._read
-                self.child.note_descendants()
+            self.child.note_descendants()
             memory = psutil.virtual_memory()
             self._low_memory = memory.available < _LOW_MEMORY * memory.total
             return events, self._overdue()
