@@ -82,7 +82,7 @@ def kind_charts(store: Store, run_id: str, kind: str, state: str, tally: str) ->
 
 @st.cache_data(ttl=20, max_entries=200, show_spinner=False, hash_funcs={Store: id})
 def answer(store: Store, run_id: str, tally: str) -> str:
-    """What a run found out, in words; `tally` is part of the cache's key only."""
+    """A run's findings in words; `tally` is part of the cache's key only."""
     return run_texts.answer(store, run_id)
 
 
@@ -128,29 +128,19 @@ def judged(store: Store) -> tuple[list[Decision], list[Crossing]]:
     return _judged(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
 
 
-def results(store: Store) -> list[Cell]:
-    """What NSA takes, cell by cell. Raises GatesError if the rules cannot be read."""
-    gates = load_gates(load_settings().gates)
-    return _results(store, gates.model_dump_json(), counts(store), last_change(store), _gates=gates)
-
-
 # Judging a large store takes seconds: it is done again when something changed, and at the latest after a minute.
-_of_rules = st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
-
-
-@_of_rules  # `rules`, `held` and `changed` are part of the cache's key only
+@st.cache_data(ttl=60, max_entries=8, show_spinner=False, hash_funcs={Store: id})
 def _judged(
     store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> tuple[list[Decision], list[Crossing]]:
+) -> tuple[list[Decision], list[Crossing]]:  # `rules`, `held` and `changed` are part of the cache's key only
     found = measured_runs(store, None)
     return decisions(_gates, judge(found, _gates)), crossings(found, _gates)
 
 
-@_of_rules
-def _results(
-    store: Store, rules: str, held: dict[str, int], changed: pd.Timestamp | None, *, _gates: Gates
-) -> list[Cell]:
-    return cells(store, _judged(store, rules, held, changed, _gates=_gates)[1])
+@_read
+def results(store: Store) -> list[Cell]:
+    """NSA's time beside other attentions', cell by cell. Raises GatesError if the rules cannot be read."""
+    return cells(store, judged(store)[1])
 
 
 @_read

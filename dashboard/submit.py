@@ -13,7 +13,8 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import data, parts
-from orchestrator.execute.ray_jobs import ray_jobs, refuses_readers
+from orchestrator.cli.services import answers
+from orchestrator.execute.ray_jobs import ray_jobs
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings, example_spec, load_settings
 
@@ -59,7 +60,7 @@ def _refusal(settings: Settings, token: str) -> str | None:
     cluster = parts.code(settings.ray_dashboard)
     if not token:
         return "Reading needs no token; a dry run and submitting do."
-    if not refuses_readers(settings):
+    if not answers(f"{settings.ray_dashboard.rstrip('/')}/api/authentication_mode", '"token"'):
         return (
             f"The cluster at {cluster} does not answer, or asks for no token, so that readers cannot be told apart: "
             "use the command."

@@ -113,7 +113,9 @@ def measure(case: Case, beat: Beat) -> Measurement:
     there, restarts = reporter(beat).surroundings, 0
     if (pieces := math.ceil(case.soak.minutes / case.soak.piece_minutes)) < LEAST_PROCESSES:
         fault = f"gives {pieces} process(es), and growth of memory is judged over {LEAST_PROCESSES}"
-        reporter(beat).warn(f"piece_minutes: {case.soak.piece_minutes:g}: {fault}; use {case.soak.minutes / 3:.3g}")
+        reporter(beat).warn(
+            f"piece_minutes: {case.soak.piece_minutes:g}: {fault}; use {case.soak.minutes / LEAST_PROCESSES:.3g}"
+        )
     with noting_sigterm() as stop:
         while True:
             reports = run_ranks(case, beat, stop)

@@ -108,8 +108,8 @@ class Child:
         for pid in pids:  # which grow meanwhile
             with contextlib.suppress(OSError, psutil.Error):  # it has ended
                 self._seen[pid] = self._seen.get(pid) or psutil.Process(pid)
-                for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                    pids += map(int, children.read_text().split())
+                for thread in os.listdir(f"/proc/{pid}/task"):  # Path.glob takes 2.5 times as long
+                    pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
     def tree(self) -> list[psutil.Process]:
         """The process and its descendants, those included whose parents have ended."""

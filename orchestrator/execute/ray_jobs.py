@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import urllib.error
 import urllib.request
 from contextlib import suppress
 from typing import Any
@@ -20,29 +19,14 @@ def ray_jobs(settings: Settings, token: str | None = None) -> list[dict[str, Any
 
     None if no cluster answers, or it refuses the token: by default this user's.
     """
+    request = urllib.request.Request(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/")
     with suppress(UserError, OSError, ValueError, http.client.HTTPException):
-        found = _answer(settings, ray_access.token() if token is None else token)
+        if token := ray_access.token() if token is None else token:
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        # A host with http_proxy and no no_proxy would ask the proxy for its own loopback.
+        local = urlsplit(request.full_url).hostname in LOOPBACKS
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))
+        with opener.open(request, timeout=_ANSWER_S) as answer:
+            found = json.load(answer)
         return [job for job in found if isinstance(job, dict)] if isinstance(found, list) else None
     return None
-
-
-def refuses_readers(settings: Settings) -> bool:
-    """Whether the cluster refused its jobs to who has no token; False also if it did not answer."""
-    try:
-        _answer(settings, None)
-    except urllib.error.HTTPError as err:
-        return err.code in (401, 403)
-    except (OSError, ValueError, http.client.HTTPException):
-        return False
-    return False
-
-
-def _answer(settings: Settings, token: str | None) -> Any:
-    request = urllib.request.Request(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/")
-    if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    # A host with http_proxy and no no_proxy would ask the proxy for its own loopback.
-    local = urlsplit(request.full_url).hostname in LOOPBACKS
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if local else None))
-    with opener.open(request, timeout=_ANSWER_S) as answer:
-        return json.load(answer)

@@ -314,7 +314,7 @@ def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, list[Seque
 
 @cache
 def in_history(commits: frozenset[str]) -> frozenset[str]:
-    """Those of the commits that are ancestors of the checkout's; all where there is no whole history to ask."""
+    """The commits that are ancestors of the checkout's; all of them where there is no whole history to ask."""
     if git(SOURCES, "rev-parse", "--is-shallow-repository", "--show-prefix").stdout.split() != [b"false"]:
         return commits  # with a prefix, the repository is another one around a package
     known = "\n" + git(SOURCES, "rev-list", "HEAD").stdout.decode()

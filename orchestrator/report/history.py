@@ -38,8 +38,6 @@ _COMMIT = re.compile("[0-9a-f]{7,64}")
 _PLACE = ("kind", *(axis.name for axis in AXES), "gpu")  # what cells differ in, with the axes of their kind
 _MANY = 6  # runs whose scatter says how far two of them are apart by chance
 _SCATTER = 6.3  # times the median deviation: three standard deviations of a difference
-
-
 Place = tuple[Any, ...]  # the values of _PLACE, then names and values of the kind's own axes
 
 

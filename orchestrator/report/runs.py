@@ -73,7 +73,7 @@ def table(store: Store, frame: pd.DataFrame, title: str) -> Table:
 
 
 def answer(store: Store, run_id: str) -> str:
-    """What a run found out, in words: NSA beside the fastest dense attention, or of kind peers the fastest other
+    """A run's findings in words: NSA beside the fastest dense attention, or of kind peers the fastest other
     implementation, at the longest length that has both, by the first quantity of its kind and by the held-out loss;
     else its headline figure. "" before the first."""
     numbers, quantities = queries.measurements(store, run_ids=[run_id]), queries.quantities(store, [run_id])

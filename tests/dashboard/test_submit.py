@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,15 +17,16 @@ SPEC = "kind: drill\nname: mine\nbehaviours: [ok, skip]\ndevice: cpu\n"
 
 @pytest.fixture(params=["secret", None, "busy"], ids=["with token", "without", "no answer without"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str | None]:
-    """The token of a cluster at NSA_RAY_DASHBOARD; None: it asks for none, or says nothing to who has none."""
+    """The token of a cluster at NSA_RAY_DASHBOARD; None: it asks for none, or does not say whether it does."""
 
     class Ray(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            token = self.headers["Authorization"]
-            taken = token if request.param == "busy" else token == f"Bearer {request.param}" or request.param is None
-            self.send_response(200 if taken else 503 if request.param == "busy" else 401)
+            open_to_all, mode = request.param is None, self.path == "/api/authentication_mode"
+            taken = mode or open_to_all or self.headers["Authorization"] == f"Bearer {request.param}"
+            self.send_response(503 if mode and request.param == "busy" else 200 if taken else 401)
             self.end_headers()
-            self.wfile.write(b"[]")
+            named = {"authentication_mode": "disabled" if open_to_all else "token"}
+            self.wfile.write(json.dumps(named if mode else []).encode())
 
         def log_message(self, *args: Any) -> None: ...
 

@@ -33,7 +33,7 @@ MORE = {
 
 @pytest.fixture(autouse=True)
 def _no_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory is predicted is in no axis, and takes seconds."""
+    """Leaves out the predicted memory, which is in no axis and takes seconds."""
     monkeypatch.setattr(memory, "_along_tokens", lambda *_: MemoryEstimate(0, 0, 0, 0, 0, 0))
 
 

@@ -203,7 +203,7 @@ def test_a_value_of_one_sample_weighs_no_more_than_one_of_many(sqlite_store: Sto
     assert fits[0] == fits[1]
 
 
-# Of apache-otava 0.8.0 (Apache-2.0): tests/tigerbeetle_test.py, series_test.py, analysis_test.py and
+# From apache-otava 0.8.0 (Apache-2.0): tests/tigerbeetle_test.py, series_test.py, analysis_test.py and
 # change_point_divisive_test.py, with the answers that these expect.
 TIGERBEETLE = np.fromstring(
     """

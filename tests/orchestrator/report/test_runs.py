@@ -1,4 +1,4 @@
-"""What a run found out, in a sentence."""
+"""A run's findings in a sentence."""
 
 from __future__ import annotations
 
