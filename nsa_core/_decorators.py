@@ -1,7 +1,5 @@
 """Decorators that tell PyTorch's compiler and autograd about functions."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

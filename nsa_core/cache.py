@@ -5,8 +5,6 @@ that a CUDA graph of a step can be replayed. Steps are counted on the device, in
 a graph are counted on the device alone, until `recount`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The shape of a Native Sparse Attention (arXiv 2502.11089): block sizes, counts and the window."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 

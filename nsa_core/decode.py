@@ -6,8 +6,6 @@ captured if the cache has a capacity and a step ran before, and replayed until t
 PyTorch computes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 

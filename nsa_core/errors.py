@@ -1,7 +1,5 @@
 """Errors that a user can act on."""
 
-from __future__ import annotations
-
 
 class InputError(ValueError):
     """An unusable value. Its text is "field: value: fix", on one line.

@@ -1,7 +1,5 @@
 """Cross entropy of a language model's output head, a chunk of logits at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Offers of installed distributions by entry point group: implementations; to packages above, kinds and peers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points

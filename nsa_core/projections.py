@@ -1,7 +1,5 @@
 """Linear layers that read the same input."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ Symbols: B batch, S query rows, T tokens of the sequence (query row r is at posi
 groups of G per kv head, N compressed tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

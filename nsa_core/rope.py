@@ -1,7 +1,5 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864); column i of a head is paired with column i + D/2."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

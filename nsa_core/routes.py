@@ -4,8 +4,6 @@ Every backend calls `note` where it does the work, so that a capture shows the k
 torch.compile calls it while it traces: a capture around the compiling call shows the kernels of every later call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Native Sparse Attention in models of Hugging Face's transformers: `attn_implementation="nsa"`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Settings, workers and markers of all tests."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

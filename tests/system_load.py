@@ -4,8 +4,6 @@ Each command and page is timed in turns with an empty database, as the machine m
 a page that is the time until its title is there, and until it is drawn, in a new tab. Prints Markdown.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

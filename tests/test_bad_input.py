@@ -3,8 +3,6 @@
 A few hundred cases by default; 10,000 with `make test-thorough`.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The documents keep up with the files: links resolve, and the commands, files and names that they mention exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

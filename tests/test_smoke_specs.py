@@ -1,8 +1,6 @@
 """Every kind runs by the small spec that has its name; scaling and drill do in tests/e2e, train in tests/deploy, and
 preflight as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The one way to measure a call: check it against the oracle, run it for its route, its time and its peak memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter

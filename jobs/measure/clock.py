@@ -5,8 +5,6 @@ overlaps with running as in a training step; the host waits and reports progress
 CPU: the performance counter around each call.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from time import perf_counter  # bound here: what is timed cannot replace it

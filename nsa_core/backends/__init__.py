@@ -3,8 +3,6 @@
 Other distributions offer more in the entry point group `nsa_bench.implementations`: objects of the protocol `Backend`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType

@@ -4,8 +4,6 @@ The selection's sums run in a fixed order, head after head and token after token
 bits; ties go to the lower index. So it does not depend on the chunking, the device or the backend.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

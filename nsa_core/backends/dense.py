@@ -1,7 +1,5 @@
 """Dense causal attention by the fastest kernel available, or by a named one; the kernel that ran is noted in routes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -6,8 +6,6 @@ window branch alone, whose route names the kernel. Gradients are bit-reproducibl
 torch.use_deterministic_algorithms(True), at some cost in time: "auto" does not take this backend.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -5,8 +5,6 @@ autograd keeps all copies. Fewer keys than a query's most are padded and masked.
 softmax in float32 (float64 for float64). "auto" does not take this backend.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

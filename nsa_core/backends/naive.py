@@ -4,8 +4,6 @@ The project's starting point, and the contrast in every scaling benchmark. Produ
 float32 (float64 for float64); in float32 and float64 that is the oracle's attention.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ minutes on an H200, without it seconds; presumably it makes a plan for every num
 bit-reproducible only under torch.use_deterministic_algorithms(True); "auto" does not take this backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

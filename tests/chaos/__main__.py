@@ -4,8 +4,6 @@ Which faults, when and what they befall follows from the seed alone. At the end 
 once, and no process, handle or temporary folder is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Checks after a chaos run. Each returns a line for each fault that it finds."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

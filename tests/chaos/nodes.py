@@ -1,7 +1,5 @@
 """A cluster of three nodes on this host, whose nodes can be killed and come back."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """One chaos run: the sweeps, the faults when they are due, and the checks at the end."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import signal

@@ -1,7 +1,5 @@
 """The faults of a chaos run and their times, from its seed alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """A sweep whose driver is started again, to resume its run, until every point is ok."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures: databases to read, and empty caches for each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

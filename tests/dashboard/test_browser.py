@@ -1,7 +1,5 @@
 """End-to-end tests of the dashboard: `streamlit run` with stored results, visited by Chromium."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

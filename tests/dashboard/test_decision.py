@@ -1,7 +1,5 @@
 """Decision cards of hand-made decisions, and the live part of a point's page, in Streamlit's test harness."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any

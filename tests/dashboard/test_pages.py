@@ -1,7 +1,5 @@
 """The pages on every kind of database, the Overview, and runs and points in detail; none may show an exception."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Scaling page: what it begins with, its controls in the address, filters, failures and branches."""
 
-from __future__ import annotations
-
 import sqlite3
 from typing import Any
 

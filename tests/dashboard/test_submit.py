@@ -1,7 +1,5 @@
 """The Submit page beside a stand-in for Ray that asks for a token."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

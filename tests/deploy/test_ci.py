@@ -1,7 +1,5 @@
 """CI's workflow, read from its file; packages for uv; make targets, where they cannot work and where jobs go."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """docker-compose.yml, without a Docker daemon: its schema, its promises in docs/deployment.md, and its Postgres."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -3,8 +3,6 @@
 The environment is real, but empty: its pip writes down what it is asked to install. uv does the same in .ci/run.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -3,8 +3,6 @@
 They were validated against KubeRay's schemas by hand, as these are 2 MB that belong to another project.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

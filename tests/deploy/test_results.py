@@ -1,7 +1,5 @@
 """The pages of docs/results are those of the committed journals, and the journals tell of no machine."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """The pages of the seeds' reports take up what is stored, and name the spec that would measure what is not."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence

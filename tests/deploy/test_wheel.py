@@ -1,7 +1,5 @@
 """The wheels in empty environments, outside any checkout: init, up, submit, report, down; the operator alone."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """The cluster of the modules that measure on Ray; those that look at its start or its nodes start their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

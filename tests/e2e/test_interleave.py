@@ -1,7 +1,5 @@
 """A commit and today's sources measured in turns, in a throwaway repository of these sources."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

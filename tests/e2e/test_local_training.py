@@ -1,7 +1,5 @@
 """A training that crashes, loses its driver, is cancelled, and goes on each time from its last checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`nsa up`, both ways to submit, `logs` and `cancel`, as a user types them; and who else shares the host."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import re

@@ -1,7 +1,5 @@
 """A job kind of another distribution, with an axis and quantities of its own, through every part of the project."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A real Ray cluster and real `ray job submit`: isolation, GPUs, lost workers, stopped jobs, resumed runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

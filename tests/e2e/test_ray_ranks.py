@@ -1,7 +1,5 @@
 """Ranks of a training as workers of Ray Train, on a real cluster with exactly the cores and pretended GPUs of two."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

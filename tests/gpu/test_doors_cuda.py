@@ -1,7 +1,5 @@
 """Doors beside the operator on a CUDA device: a caller's blocks, a window, layers and their gradients, transformers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import pairwise
 

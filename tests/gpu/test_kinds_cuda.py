@@ -1,7 +1,5 @@
 """Kinds of jobs on CUDA devices: stages add up, replays are timed, two GPUs train as one, variables have effect."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

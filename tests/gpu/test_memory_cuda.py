@@ -1,7 +1,5 @@
 """Predicted memory of the Triton backend, against CUDA's caching allocator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

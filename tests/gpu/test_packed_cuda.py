@@ -1,7 +1,5 @@
 """Packed sequences on a CUDA device: the results of each sequence by itself, without waiting for the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

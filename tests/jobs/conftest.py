@@ -1,7 +1,5 @@
 """Fixtures: the text of small trainings, ranks that serve several of them or one, and a folder for temporary files."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The backward kind: points, the watched pass, a hang in a real child process."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

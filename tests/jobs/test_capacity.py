@@ -1,7 +1,5 @@
 """The searches, each size of which is a point: capacity's over lengths, backward's for what fails; and estimates."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The decode kind, with real measurements of small cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kind diagnose: memory by phase, the ranks' states, topology, the advice; and preflight: a point a card."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, replace

@@ -1,10 +1,9 @@
 """The instruments: clock, memory, statistics, environment; and what importing and probing them costs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ class _SlowEvent:
     def record(self) -> None:
         self.at = clock.perf_counter()
 
-    def elapsed_time(self, end: _SlowEvent) -> float:
+    def elapsed_time(self, end: Self) -> float:
         return 1000 * (end.at - self.at) / 10
 
 

@@ -1,7 +1,5 @@
 """The kind needle: its sequences, a model that learns to find needles, and specs that cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

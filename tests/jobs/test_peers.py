@@ -1,7 +1,5 @@
 """The peers kind: a package of its own offers toy peers, right and wrong; the real ones are told to be missing."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The kind profile, on small models, and the bench's stages from hand-made profiles."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Implementations that pass the check before they are timed and are wrong in the timed call end with the reason."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

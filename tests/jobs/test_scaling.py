@@ -1,7 +1,5 @@
 """The kinds scaling and branches, with real measurements of small cases; each branch is proved by what it runs."""
 
-from __future__ import annotations
-
 import math
 import re
 from importlib.util import find_spec

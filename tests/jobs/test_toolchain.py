@@ -1,7 +1,5 @@
 """The toolchain kind: a pass under two interpreters and settings, and the differences that it names."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

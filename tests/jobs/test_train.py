@@ -1,7 +1,5 @@
 """Training on bytes, with real runs of a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

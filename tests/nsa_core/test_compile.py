@@ -1,7 +1,5 @@
 """Under torch.compile a training step is one graph, with the results of eager mode."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

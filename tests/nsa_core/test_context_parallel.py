@@ -1,7 +1,5 @@
 """A sequence that several ranks have together gives the values and gradients that one rank computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoding with the cache gives what prefill gives, and reads only what it should."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

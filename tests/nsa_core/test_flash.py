@@ -4,8 +4,6 @@ Stand-ins compute in plain PyTorch as the packages document: query i of S sees k
 i + T - S + right, where T is the number of keys, and -1 or None means no bound.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The sparse attention layer against the paper's model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

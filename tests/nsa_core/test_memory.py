@@ -3,8 +3,6 @@
 No Triton kernel runs: allocations follow from shapes alone, so the kernels' host code runs here without launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace

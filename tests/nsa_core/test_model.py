@@ -1,7 +1,5 @@
 """The transformer: shapes, causality, checkpointing, learning."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A Triton that the kernels were not run with, or that lacks what they use: `auto` falls back, everything says why."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A Llama with NSA layers: loads weights, trains under Trainer, generates with its cache, takes packed sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

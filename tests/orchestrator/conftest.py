@@ -1,7 +1,5 @@
 """Fixtures: a store on each supported database, and the records of a small run."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import tempfile

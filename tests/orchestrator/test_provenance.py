@@ -1,7 +1,5 @@
 """The commit of a run is that of its own sources, and is looked up in the checkout's history."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

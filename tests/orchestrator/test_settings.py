@@ -1,7 +1,5 @@
 """Where settings come from: in a checkout, beside an installed package, and in a Ray job."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

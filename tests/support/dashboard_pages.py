@@ -1,7 +1,5 @@
 """Pages of the dashboard in Streamlit's test harness: drawn, checked and read."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An FTP server in a process of its own: an artifact store of another scheme than file://, on loopback."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Marks, sizes, fixtures and gradients for tests of the Triton kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """Made-up runs, and databases as a reader meets them: complete, half-finished, empty, away, hostile."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A command, as tests call it in their own process: tests/orchestrator/cli/conftest.py has fixtures of `nsa`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Interpreters beside the one that runs the tests, each in an environment of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Postgres as processes that a test starts and ends itself, from the binaries that come with the tests."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import signal

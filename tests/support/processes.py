@@ -1,7 +1,5 @@
 """Processes of a test, which may end at any moment, and their ports."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

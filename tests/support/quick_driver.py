@@ -1,7 +1,5 @@
 """`python -m jobs` with a fixed machine instead of the child that probes the real one: a script for processes."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

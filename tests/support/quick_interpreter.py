@@ -4,8 +4,6 @@ In Triton 3.9.0 two tests of kernels took 8.8 s instead of 19 without the checks
 of 21.4 with types kept, and decode_interpreted.py 32 s instead of 65 with shapes and numbers kept and topk by numpy.
 """
 
-from __future__ import annotations
-
 from types import FunctionType
 from typing import Any
 

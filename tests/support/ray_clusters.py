@@ -1,7 +1,5 @@
 """Real Ray clusters of a test's own, on loopback and with folders of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Rows of a database, and what a resume makes of a journal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

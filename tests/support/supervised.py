@@ -1,7 +1,5 @@
 """Points run without a driver: supervised as a run does it, or as a search asks for them, without processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

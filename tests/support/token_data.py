@@ -1,7 +1,5 @@
 """Documents in several formats, and a tokenizer that was trained on them; needs no network."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Small trainings over bytes: their text, their specification, and a reporter that keeps what it is told."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Small points of job kinds, and their cases as the processes that measure them get them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

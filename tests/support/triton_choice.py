@@ -1,7 +1,5 @@
 """Reports what is chosen on a GPU by the Triton that this process finds, and how that is explained."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Ranks whose processes import PyTorch once and serve one training after another."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import threading

@@ -3,8 +3,6 @@
 It declares an axis (chunks) and two quantities (bandwidth, chunk size) that are unknown to this repository.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from itertools import product

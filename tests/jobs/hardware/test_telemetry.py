@@ -1,7 +1,5 @@
 """GPU telemetry, and whether the installed PyTorch fits the driver, with stand-ins for it."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

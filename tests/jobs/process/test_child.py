@@ -1,7 +1,5 @@
 """A process's limit of memory, its failures, its end with its parent, its stacks and temporary folders."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Compilers' caches: on a local disk, this user's alone."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Messages survive their lines, bad ones are failures; progress and samples are checked, thinned, never in the way."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """Values as texts, also such that others wrote, and the arithmetic of a planned training run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Mistakes in specs: each gives one line with field, value and fix, before anything runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kinds and implementations of other distributions: found, run and hashed; broken ones are reported and harmless."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping

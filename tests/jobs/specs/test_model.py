@@ -1,7 +1,5 @@
 """A model of one's own, in every kind that has one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

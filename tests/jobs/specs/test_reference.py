@@ -1,7 +1,5 @@
 """The pages of all fields and metrics follow the kinds' specs and quantities, and JSON schemas hold what specs hold."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

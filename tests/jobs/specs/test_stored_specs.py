@@ -1,7 +1,5 @@
 """A spec as a run stores it: read back, its points have the same keys, else a resume would measure them again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of a training and its exact resume: real processes, real files, gloo on CPUs."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """Training on several ranks: real processes, with gloo on CPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks in the process that started them: progress, restarts, and SIGTERM before, between or instead of those."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A soak: its slopes, its pieces in real processes, its alert and its limit."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

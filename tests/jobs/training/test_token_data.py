@@ -1,7 +1,5 @@
 """Training on the tokens of documents: real files, `datasets` and `tokenizers`, without a network."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from collections.abc import Callable, Iterator

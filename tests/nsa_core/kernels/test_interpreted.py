@@ -1,7 +1,5 @@
 """Runs *_interpreted.py in processes of their own: Triton decides at its first import whether it interprets."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 So the operator compiles next to nothing for a length that is new to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Replayed steps do the same as the function: with other values, in new memory, freed at the same point."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The kernels of compiled training in Triton's interpreter: heads, SwiGLU and the loss, against PyTorch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_interpreter import MARKS

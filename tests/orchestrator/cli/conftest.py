@@ -1,7 +1,5 @@
 """Commands of `nsa`, run in the test's process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

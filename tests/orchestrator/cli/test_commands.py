@@ -1,7 +1,5 @@
 """The `nsa` commands: output, exit codes, and one line without a traceback for bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

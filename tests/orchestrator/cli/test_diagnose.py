@@ -1,7 +1,5 @@
 """`nsa diagnose`: a live run from outside, runs that are not live, and this host."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

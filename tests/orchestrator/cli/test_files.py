@@ -1,7 +1,5 @@
 """`nsa init`, `import --reference` and `artifacts`: what is written, and what a hostile database cannot reach."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`nsa gate`, `nsa plan` and `nsa resolve`, without a cluster."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labels of runs, and one point again: as a run of its own, as a script."""
 
-from __future__ import annotations
-
 import subprocess
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Checks of `nsa up` and `nsa down` before they act; tests/e2e/test_nsa.py starts real clusters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Submission: other servers, resumes. Turns: as a job, a signal during one; `nsa bisect`, in a throwaway repository."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Files of points: the store's URL, names, copying, stores that fail or hang; and what an upload of a job holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Points under environment variables and interpreters of their own, in real child processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

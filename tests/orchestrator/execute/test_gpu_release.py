@@ -1,7 +1,5 @@
 """GPUs that are handed on, where NVML does not answer: a bound, one question at a time, and a stop that ends it."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

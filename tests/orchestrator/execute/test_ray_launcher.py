@@ -1,7 +1,5 @@
 """The ends of ranks on a cluster, in words, and the metrics of their GPUs; tests/e2e/test_ray_ranks.py has the rest."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

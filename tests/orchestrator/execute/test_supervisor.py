@@ -1,7 +1,5 @@
 """The states in which a point can end, with real child processes, and its pace: steps a second on the wall clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The commits of made-up runs are in the history, but for one that is not."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.judge import evidence

@@ -1,7 +1,5 @@
 """Branches of stages, their shares at each length, and where the compressed branch takes over."""
 
-from __future__ import annotations
-
 import math
 import re
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Decisions: a sentence, and the steps that would settle what is open, with their cost."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

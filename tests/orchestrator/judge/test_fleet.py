@@ -1,7 +1,5 @@
 """Which card of a fleet is ill: eight cards of a made-up driver, of which some are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Gates: a rule that holds is GO, a violated one NO-GO, an unmeasured one UNKNOWN; bad rules give one-line errors."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Change points are where apache-otava's own test series have theirs; few false alarms, steps told from slow changes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Targets per hardware: one card's evidence is not another's, except where a rule transfers it, which is shown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A database by which a plan is right, feasible and worth it; each of its mutations has the verdict that it should."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A job kind for tests: its points run a piece of code. Imports no torch, so that a child starts at once."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A bench's tables, from handmade rows and the recorded peers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

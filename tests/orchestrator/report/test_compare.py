@@ -3,8 +3,6 @@
 History of cells: what the committed journals say, a planted slowdown, a creeping one, and what looks like one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

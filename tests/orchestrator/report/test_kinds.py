@@ -1,7 +1,5 @@
 """The charts of each kind of run: their queries on both databases, what is drawn, omitted failures, rendering."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sections of `nsa status` and the page Now."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A template's have its values, tables and charts; mistakes are told by file and line.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A run's findings in a sentence."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

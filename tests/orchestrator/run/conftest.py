@@ -1,7 +1,5 @@
 """A home, a spec and a fast probe for runs of the driver on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

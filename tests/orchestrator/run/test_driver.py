@@ -1,7 +1,5 @@
 """The driver as a whole, on this machine: how it ends early, and odd points; e2e/test_ray.py has every failure."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Bad input ends with one line a mistake before a file is made; a dry run makes none either."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

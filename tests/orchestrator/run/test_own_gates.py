@@ -1,7 +1,5 @@
 """A user's rules that cannot fail, or compare unlike with unlike, are refused when they are read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans: points that follow from others, also in a resumed search; why a resumed run measures points again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where Ray's token comes from, who can read it, and which cluster of a host is this user's."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """A Ray job whose order is refused is a failed run without points, with its log, in every list of runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

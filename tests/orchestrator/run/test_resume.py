@@ -1,8 +1,6 @@
 """Resuming by the journal and beside other drivers: no point is lost and none doubled; one that is measured again keeps
 its outcome until it has a new one, however the resume ends."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """Room for points here and on a cluster: on one node, or their ranks on several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scheduler with a scripted executor: retries, batches, cancellation."""
 
-from __future__ import annotations
-
 import shutil
 from collections import deque
 from collections.abc import Sequence

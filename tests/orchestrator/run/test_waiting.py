@@ -1,7 +1,5 @@
 """A Ray job is a run from its submission on: pending while it waits, failed or cancelled where it never begins."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The webhook is told of a run's end, tried against a server on loopback; its failure costs a run nothing."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Addresses, files, schemas and roles of databases: what is refused, in a line without the password."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """Import and export of tables, journals and our own CSV: no duplicates, no invented values, the same rows elsewhere."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

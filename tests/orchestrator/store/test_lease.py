@@ -1,7 +1,5 @@
 """Writers beside each other: one driver has the lease on a run, and a locked table ends a write in time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The queries on SQLite and on a real Postgres, with the columns that the dashboard and the reports use."""
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 from pathlib import Path

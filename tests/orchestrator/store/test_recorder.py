@@ -1,7 +1,5 @@
 """The journal survives torn lines, full disks and second writers; a database that is away costs nothing."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

@@ -1,7 +1,5 @@
 """The store on SQLite and on a real Postgres: idempotent writes, states, migrations and errors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
