@@ -28,6 +28,7 @@ import psutil
 
 from jobs.process import compiler_cache, messages, post_mortem, temporary
 from jobs.process.post_mortem import describe_exit, oom_kills, tail
+from jobs.schema.files import File
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import STARTING, TIMED, TIMING, WAITING, Interrupted
 from jobs.schema.states import PointState
@@ -119,14 +120,14 @@ class Child:
             found |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return [process for process in found.values() if process.is_running()]
 
-    def new_output(self) -> list[messages.File]:
+    def new_output(self) -> list[File]:
         """Output since the last call, as stdout.txt and stderr.txt; empty ones are left out."""
         files = []
         for name, offset in self._offsets.items():
             path = self.folder / name
             self._offsets[name] = size = path.stat().st_size
             if size > offset:
-                files.append(messages.File(f"{name}.txt", str(path), start=offset, stop=size))
+                files.append(File(f"{name}.txt", str(path), start=offset, stop=size))
         return files
 
     def tail(self, lines: int = 200) -> str:
@@ -196,7 +197,7 @@ class Ended:
     state: PointState
     reason: str | None = None  # why it is not ok, in one line
     result: messages.Measured | messages.ProbedMachine | None = None  # None unless it is ok
-    files: tuple[messages.File, ...] = ()  # of the result, or of what explains a failure
+    files: tuple[File, ...] = ()  # of the result, or of what explains a failure
 
 
 @dataclass
@@ -372,20 +373,20 @@ def ran_out_of_memory(err: BaseException) -> bool:
     return err.__cause__ is not None and ran_out_of_memory(err.__cause__)
 
 
-def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[messages.File, ...]:
+def write_files(files: Mapping[str, str | os.PathLike[str]]) -> tuple[File, ...]:
     """Files for the parent to keep; texts are written to temporary ones, under names made here."""
-    written: list[messages.File] = []
+    written: list[File] = []
     for name, content in files.items():
         if isinstance(content, os.PathLike):
-            written.append(messages.File(name, os.path.abspath(os.fsdecode(content))))
+            written.append(File(name, os.path.abspath(os.fsdecode(content))))
             continue
         try:
             handle, path = tempfile.mkstemp(prefix="file-")
             with open(handle, "w", encoding="utf-8", errors="replace", newline="") as out:
                 out.write(content)
-            written.append(messages.File(name, path))
+            written.append(File(name, path))
         except OSError as err:
-            written.append(messages.File(name, "", f"its text could not be written: {err}"))
+            written.append(File(name, "", f"its text could not be written: {err}"))
     return tuple(written)
 
 

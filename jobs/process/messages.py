@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from jobs.schema import point
+from jobs.schema.files import File
 from jobs.schema.states import PointState
 
 LONGEST_TEXT = 298  # characters of a rank's texts: a pipe takes lines of several ranks whole up to PIPE_BUF bytes
@@ -112,17 +113,6 @@ class ProbedMachine:
     machine: point.Machine
     settings: Mapping[str, str] = field(default_factory=dict)  # effective values of variables that may have an effect
     refused: Mapping[str, str] = field(default_factory=dict)  # for each other one, the reason why it has none
-
-
-@dataclass(frozen=True)
-class File:
-    """A file of the work, to be kept by the parent."""
-
-    name: str  # its name as an artifact, as the work chose it: anything
-    path: str  # "" where there is none
-    problem: str = ""  # why there is nothing to keep
-    start: int = 0  # the first byte to keep
-    stop: int | None = None  # the one after the last; None: up to the end
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from jobs.schema.files import File
 from jobs.schema.plain_text import error_in_a_line
 from jobs.specs.user_files import open_regular
 from orchestrator.artifact_url import is_local
@@ -40,17 +41,6 @@ _TEXTS = frozenset({".txt", ".log", ".json", ".csv", ".md", ".yaml"})
 
 class ArtifactError(UserError):
     """A file that cannot be kept or read. One line: the name or path, the reason, the fix."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file to keep."""
-
-    name: str
-    content: str | Path = ""  # a text, or the path of a file
-    start: int = 0  # the first byte of the file to keep
-    stop: int | None = None  # the byte after the last one; None: up to the end that the file has when it is opened
-    problem: str = ""  # why there is nothing to keep
 
 
 def point_index(point_id: str) -> int:
@@ -108,7 +98,7 @@ class ArtifactStore:
 
     url: str
 
-    def put(self, source: Source, path: str, after_piece: Callable[[], None] = lambda: None) -> ArtifactData:
+    def put(self, source: File, path: str, after_piece: Callable[[], None] = lambda: None) -> ArtifactData:
         """Copy a file into the store, in pieces, to a path there; nothing stays of a copy that fails.
 
         What `after_piece` raises ends the copy. Raises ArtifactError: the source cannot be read, or the store written.
@@ -119,11 +109,11 @@ class ArtifactStore:
         unreadable = f"{_quoted(source.name)}: its file cannot be read"
         with contextlib.ExitStack() as block:
             with _naming(unreadable):
-                if isinstance(source.content, str):
-                    data = source.content.encode(errors="replace")
+                if not source.path:
+                    data = source.text.encode(errors="replace")
                     file, size = io.BytesIO(data), len(data)
                 else:
-                    file = block.enter_context(open_regular(source.content, buffering=0))
+                    file = block.enter_context(open_regular(Path(source.path), buffering=0))
                     end = os.fstat(file.fileno()).st_size
                     file.seek(source.start)
                     size = min(end, end if source.stop is None else source.stop) - source.start
@@ -175,7 +165,7 @@ class ArtifactStore:
     def check_writable(self) -> None:
         """Write a file and remove it. Raises ArtifactError."""
         path = f".nsa-doctor-{os.getpid()}.txt"
-        self.put(Source("probe.txt", "probe"), path)
+        self.put(File("probe.txt", text="probe"), path)
         with self._naming_store(path):
             self._connection[0].rm_file(self._at(path))
 
@@ -251,7 +241,7 @@ class ArtifactCopies(contextlib.AbstractContextManager["ArtifactCopies"]):
     def __init__(self, ids: Mapping[str, Any], url: str | None) -> None:
         self._ids, self._url = ids, url
         self._names: set[str] = set()
-        self._pending: deque[Source] = deque()  # the first is being copied
+        self._pending: deque[File] = deque()  # the first is being copied
         self._copy: Future[ArtifactData] | None = None
         self._last_piece = 0.0  # when the last piece of it was copied
         self._abandoned = threading.Event()
@@ -260,11 +250,11 @@ class ArtifactCopies(contextlib.AbstractContextManager["ArtifactCopies"]):
     def __exit__(self, *_: object) -> None:
         self._abandoned.set()
 
-    def add(self, sources: Sequence[Source]) -> None:
+    def add(self, sources: Sequence[File]) -> None:
         """Have files of the running attempt copied; waits for nothing."""
         for source in sources if self._url is not None else ():
             if source.name in self._names:
-                source = replace(source, content="", problem="another file of this attempt has this name")
+                source = replace(source, path="", problem="another file of this attempt has this name")
             self._names.add(source.name)
             self._pending.append(source)
 
@@ -294,7 +284,7 @@ class ArtifactCopies(contextlib.AbstractContextManager["ArtifactCopies"]):
                 yield from (self._not_kept(f"{each.name!a}: {reason}") for each in stalled)
 
     def rest(
-        self, sources: Sequence[Source], stopped: Callable[[], bool] = lambda: False
+        self, sources: Sequence[File], stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[ArtifactRecord | EventRecord]:
         """Copy the files of the attempt's end, too, and yield the records of all that remain, until `stopped`."""
         self.add(sources)
@@ -304,7 +294,7 @@ class ArtifactCopies(contextlib.AbstractContextManager["ArtifactCopies"]):
                 if stopped():
                     return
 
-    def _begin(self, source: Source) -> Future[ArtifactData]:
+    def _begin(self, source: File) -> Future[ArtifactData]:
         """Copy a file in a thread of its own, which ends with the next piece once nobody waits for it."""
         abandoned = threading.Event()
         self._abandoned, self._last_piece = abandoned, time.monotonic()

@@ -13,19 +13,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from jobs.hardware.telemetry import ProcessUsage, Telemetry
 from jobs.process import messages, post_mortem
 from jobs.process.child import POLL_S, Child, DeadlineWatch, Ended
 from jobs.process.reporter import BeatFilter
+from jobs.schema.files import File
 from jobs.schema.point import FAILURE_FILES, Device, Point, Samples
 from jobs.schema.states import PointState
 from jobs.specs.spec import Deadlines
-from orchestrator.execute.artifacts import ArtifactCopies, Source, point_index
+from orchestrator.execute.artifacts import ArtifactCopies, point_index
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.live import LiveSeries, Pace
 from orchestrator.store import records as rec
@@ -99,88 +99,78 @@ def supervise(
             without an outcome for the current point.
         cluster: where the ranks of the points run; None: on this host.
     """
-    slot = _Slot(conditions, gpus, stopped)
+    slot = _Slot(conditions, gpus, stopped, cluster)
     try:
         for assignment in assignments:
             if stopped():
                 return
-            yield rec.StartRecord(**assignment.ids, node=socket.gethostname())
-            if (problem := slot.gpus.misfit(conditions.card)) is not None:
-                yield rec.OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=problem, started_at=rec.now())
-                continue
-            if slot.environment != (assignment.point.env, assignment.point.python) and (obstacle := slot.clear()):
-                yield assignment.warning(obstacle)
-            outcome = yield from _measured(slot, assignment, conditions, cluster, stopped, again=True)
-            if outcome is None:
-                return
-            if not (conditions.warm and outcome.state is PointState.OK) and (obstacle := slot.clear()):
-                yield assignment.warning(obstacle)
+            yield from slot.measure(assignment)
     finally:
         slot.clear()
-
-
-def _measured(
-    slot: _Slot,
-    assignment: Assignment,
-    conditions: Conditions,
-    cluster: messages.Cluster | None,
-    stopped: Callable[[], bool],
-    *,
-    again: bool,
-) -> Generator[Update, None, rec.OutcomeRecord | None]:
-    """Measure a point in the slot's process; returns its outcome, None if stopped before."""
-    used = slot.process is not None and slot.process.alive()  # by other points
-    try:
-        child = slot.child(assignment.point)
-    except OSError as err:
-        reason = f"the point's process cannot be started: {assignment.point.python or sys.executable!r}: {err}"
-        outcome = rec.OutcomeRecord(**assignment.ids, state=PointState.ERROR, reason=reason, started_at=rec.now())
-        yield outcome
-        return outcome
-    with ArtifactCopies(assignment.ids, conditions.store) as copies:
-        attempt = _Attempt(child, assignment, conditions, slot.gpus, cluster, copies)
-        outcome = yield from attempt.follow(stopped)
-        if outcome is None:
-            return None
-        # Earlier points may have left the process's memory fragmented.
-        if not (again and used and outcome.state is PointState.OOM):
-            yield outcome
-            yield from copies.rest(attempt.files, stopped)
-            return outcome
-    yield assignment.warning(f"measured again in a fresh process, as a used one ran out of memory: {outcome.reason}")
-    if obstacle := slot.clear():
-        yield assignment.warning(obstacle)
-    return (yield from _measured(slot, assignment, conditions, cluster, stopped, again=False))
 
 
 class _Slot:
     """A slot's process, started when needed, and its GPUs."""
 
-    def __init__(self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool]) -> None:
-        self._conditions, self._visible = conditions, gpus
-        self.process: Child | None = None
-        self.environment: tuple[Mapping[str, str], str | None] = ({}, None)  # the process's variables and interpreter
+    def __init__(
+        self,
+        conditions: Conditions,
+        gpus: str | None,
+        stopped: Callable[[], bool],
+        cluster: messages.Cluster | None,
+    ) -> None:
+        self.conditions, self.stopped, self.cluster = conditions, stopped, cluster
         self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)
+        self._visible = gpus
+        self._process: Child | None = None
+        self._environment: tuple[Mapping[str, str], str | None] = ({}, None)  # the process's variables and interpreter
 
-    def child(self, point: Point) -> Child:
-        """A living process for a point: the warm one, else a new one. Raises OSError if it cannot be started."""
-        if self.process is not None and not self.process.alive():
-            self.clear()
-        if self.process is None:
-            self.gpus.note_use()
-            env = {**process_variables(self._conditions.threads, self._visible), **point.env}
-            self.process = Child(ANSWER, env=env, python=point.python)
-            self.environment = (point.env, point.python)
-        return self.process
+    def measure(self, assignment: Assignment) -> Iterator[Update]:
+        """Measure a point in the slot's process; without an outcome if it is stopped before."""
+        point, conditions = assignment.point, self.conditions
+        yield rec.StartRecord(**assignment.ids, node=socket.gethostname())
+        failed: dict[str, Any] = {**assignment.ids, "state": PointState.ERROR, "started_at": rec.now()}
+        if (problem := self.gpus.misfit(conditions.card)) is not None:
+            yield rec.OutcomeRecord(**failed, reason=problem)
+            return
+        if self._environment != (point.env, point.python) or not (self._process and self._process.alive()):
+            yield from map(assignment.warning, self.clear())
+        while True:
+            used = self._process is not None  # by other points
+            if self._process is None:
+                self.gpus.note_use()
+                env = {**process_variables(conditions.threads, self._visible), **point.env}
+                try:
+                    self._process = Child(ANSWER, env=env, python=point.python)
+                except OSError as err:
+                    problem = f"the point's process cannot be started: {point.python or sys.executable!r}: {err}"
+                    yield rec.OutcomeRecord(**failed, reason=problem)
+                    return
+                self._environment = (point.env, point.python)
+            with ArtifactCopies(assignment.ids, conditions.store) as copies:
+                attempt = _Attempt(self, self._process, assignment, copies)
+                outcome = yield from attempt.follow()
+                if outcome is None:
+                    return
+                # Earlier points may have left the process's memory fragmented.
+                if not (used and outcome.state is PointState.OOM):
+                    yield outcome
+                    yield from copies.rest(attempt.files, self.stopped)
+                    break
+            reason = f"measured again in a fresh process, as a used one ran out of memory: {outcome.reason}"
+            yield assignment.warning(reason)
+            yield from map(assignment.warning, self.clear())
+        if not (conditions.warm and outcome.state is PointState.OK):
+            yield from map(assignment.warning, self.clear())
 
-    def clear(self) -> str | None:
-        """End the process and wait until its GPUs are free. Returns the obstacle if they do not get free, else None."""
-        if self.process is None:
-            return None
-        child, self.process = self.process, None
+    def clear(self) -> Iterable[str]:
+        """End the process and wait until its GPUs are free. Returns the obstacle if they do not get free."""
+        if self._process is None:
+            return ()
+        child, self._process = self._process, None
         pids = {process.pid for process in child.tree()} | {child.pid}
         child.discard()
-        return self.gpus.wait_free(pids)
+        return filter(None, [self.gpus.wait_free(pids)])
 
 
 def process_variables(threads: int, gpus: str | None) -> dict[str, str]:
@@ -196,20 +186,12 @@ def process_variables(threads: int, gpus: str | None) -> dict[str, str]:
 class _Attempt:
     """One attempt at one point."""
 
-    def __init__(
-        self,
-        child: Child,
-        assignment: Assignment,
-        conditions: Conditions,
-        gpus: Gpus,
-        cluster: messages.Cluster | None,
-        copies: ArtifactCopies,
-    ) -> None:
-        self.files: list[Source] = []  # of its end, to be copied to the store
-        self._child, self._cluster, self._copies = child, cluster, copies
-        self._assignment, self._conditions = assignment, conditions
+    def __init__(self, slot: _Slot, child: Child, assignment: Assignment, copies: ArtifactCopies) -> None:
+        self.files: list[File] = []  # of its end, to be copied to the store
+        self._slot, self._child, self._assignment, self._copies = slot, child, assignment, copies
+        conditions, gpus = slot.conditions, slot.gpus
         self._telemetry = Telemetry(gpus.ids)
-        here = not gpus.ids and cluster is None  # ranks on a cluster are sampled there
+        here = not gpus.ids and slot.cluster is None  # ranks on a cluster are sampled there
         self._live = LiveSeries(
             assignment.ids, ProcessUsage([child.pid], conditions.threads) if here else self._telemetry
         )
@@ -221,9 +203,10 @@ class _Attempt:
         deadlines = conditions.deadlines
         self._watch = DeadlineWatch(child, deadlines.startup_s, deadlines.heartbeat_s, deadlines.point_s)
 
-    def follow(self, stopped: Callable[[], bool]) -> Generator[Update, None, rec.OutcomeRecord | None]:
+    def follow(self) -> Generator[Update, None, rec.OutcomeRecord | None]:
         """Follow the point to its end. Returns None if stopped before: then the point has had its grace."""
         ended: Ended | None = None
+        grace_s = self._slot.conditions.grace_s
         self._telemetry.start()
         try:
             self._child.send(self._command())
@@ -234,21 +217,21 @@ class _Attempt:
                 yield from self._copies.records()
                 if piece := self._live.due():
                     yield piece
-                if ended is None and stopped():
+                if ended is None and self._slot.stopped():
                     return None
         finally:
             if ended is None:
                 self._telemetry.stopping.set()  # its samples are not needed, and a wedged driver would hold it up
-                if self._conditions.grace_s and self._child.alive():  # it saves a last checkpoint, and reports it
+                if grace_s and self._child.alive():  # it saves a last checkpoint, and reports it
                     os.kill(self._child.pid, signal.SIGTERM)
-                    self._await((messages.Measured, messages.Failure), self._conditions.grace_s)
+                    self._await((messages.Measured, messages.Failure), grace_s)
         assert ended is not None
         outcome = self._end(ended)
         sampled = self._telemetry.stop()
         if piece := self._live.due(ended=True):
             yield piece
-        if self._cluster is None and self._conditions.device == "cuda":
-            self.files.insert(0, Source("telemetry.txt", sampled.text))
+        if self._slot.cluster is None and self._slot.conditions.device == "cuda":
+            self.files.insert(0, File("telemetry.txt", text=sampled.text))
             if outcome.state is PointState.OK:
                 names = {metric.name for metric in outcome.metrics}
                 added = tuple(rec.MetricData(**vars(metric)) for metric in sampled.metrics if metric.name not in names)
@@ -256,14 +239,14 @@ class _Attempt:
         return outcome
 
     def _command(self) -> messages.MeasurePoint:
-        assignment, point, conditions = self._assignment, self._assignment.point, self._conditions
-        checkpoints = cluster = None
+        assignment, point, conditions = self._assignment, self._assignment.point, self._slot.conditions
+        checkpoints, cluster = None, self._slot.cluster
         if conditions.store is not None:  # beside the folders of its attempts
             folder = f"{point_index(assignment.point_id):04d}/checkpoints"  # the same for all attempts
             checkpoints = f"{conditions.store}/{assignment.run_id}/{folder}"
-        if self._cluster is not None:
-            variables = process_variables(max(1, int(self._cluster.cpus)), None)
-            cluster = replace(self._cluster, card=conditions.card, env_vars={**variables, **point.env})
+        if cluster is not None:
+            variables = process_variables(max(1, int(cluster.cpus)), None)
+            cluster = replace(cluster, card=conditions.card, env_vars={**variables, **point.env})
         return messages.MeasurePoint(
             kind=point.kind,
             config=dict(point.config),
@@ -287,7 +270,7 @@ class _Attempt:
             case messages.RanksStarted(pids):
                 self._live.follow(pids)
             case messages.Note(name, text):
-                self._copies.add([Source(name, text)])
+                self._copies.add([File(name, text=text)])
             case messages.Environment(environment):
                 self._environment = dict(environment)
             case messages.Warned(text):
@@ -296,15 +279,16 @@ class _Attempt:
     def _end(self, ended: Ended) -> rec.OutcomeRecord:
         """The outcome, once a point that passed a deadline was examined and killed."""
         reason, results = ended.reason, {}
-        files: list[messages.File | Source] = [*ended.files]
+        files = [*ended.files]
         if ended.state in (PointState.HANG, PointState.TIMEOUT):
-            files += [Source(name, text) for name, text in post_mortem.snapshot(self._child.tree()).items()]
-            if self._cluster is not None:  # its process explains ranks on other nodes
+            stacks = post_mortem.snapshot(self._child.tree())
+            files += [File(name, text=text) for name, text in stacks.items()]
+            if self._slot.cluster is not None:  # its process explains ranks on other nodes
                 self._child.send(messages.Explain())
                 answer = self._await((messages.Explanation,), EXPLAIN_S)
                 files += answer.files if isinstance(answer, messages.Explanation) else ()
             written = (self._child.temporary / FAILURE_FILES).glob("*.json")
-            files += [Source(path.name, path) for path in sorted(written)]
+            files += [File(path.name, str(path)) for path in sorted(written)]
             if self._child.kill() is None:
                 reason = f"{reason}; the process is stuck in the kernel and did not die of SIGKILL"
         elif isinstance(ended.result, messages.Measured):
@@ -312,10 +296,7 @@ class _Attempt:
             self._environment |= measurement.environment
             metrics = tuple(rec.MetricData(**vars(metric)) for metric in measurement.metrics)
             results = {"metrics": metrics, "route": dict(measurement.route)}
-        for file in (*self._child.new_output(), *files):
-            if isinstance(file, messages.File):
-                file = Source(file.name, Path(file.path), file.start, file.stop, file.problem)
-            self.files.append(file)
+        self.files += (*self._child.new_output(), *files)
         measured = {"environment": self._environment, "started_at": self._started_at, **results}
         return rec.OutcomeRecord(**self._assignment.ids, state=ended.state, reason=reason, **measured)
 

@@ -13,8 +13,9 @@ from streamlit.testing.v1 import AppTest
 
 import orchestrator
 from dashboard import data
+from jobs.schema.files import File
 from jobs.schema.states import PointState, RunState
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.store import Store, upgrade
 from orchestrator.store.importer import import_file
 from orchestrator.store.records import (
@@ -215,7 +216,7 @@ def test_a_file_is_chosen_shown_and_can_be_downloaded_whole(complete: str, tmp_p
     store = ArtifactStore(f"file://{tmp_path / 'artifacts'}")
     with Store.open(complete) as opened:
         for name, content in (("note.txt", "a note\n"), ("trace.bin", "\x00trace")):
-            file = store.put(Source(name, content), f"{RUN}/0000/1/{name}")
+            file = store.put(File(name, text=content), f"{RUN}/0000/1/{name}")
             opened.apply_many([ArtifactRecord(run_id=RUN, point_id=f"{RUN}/0", attempt=1, artifact=file)])
             assert data.artifact(file.path, file.size, file.sha256, "") == content.encode()
     app = show("runs", run=RUN, point=f"{RUN}/0")

@@ -16,6 +16,7 @@ from jobs.process import reporter as reporting
 from jobs.process.messages import Beat, Failure, Inbox, Message, decode, encode
 from jobs.process.reporter import BEAT_INTERVAL_S, ProcessReporter
 from jobs.schema import point
+from jobs.schema.files import File
 from jobs.schema.point import Samples
 from jobs.schema.states import PointState
 
@@ -29,9 +30,9 @@ EXAMPLES: list[Message] = [
     messages.RanksStarted((41, 43)),
     messages.ProbedMachine(point.Machine("cuda", "H100", 80 << 30, {"torch": "2.13"})),
     messages.Measured(
-        point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (messages.File("stages.txt", "/tmp/file-1"),)
+        point.Measurement(METRICS, {"cmp": "chunked"}, {"host": "a"}), (File("stages.txt", "/tmp/file-1"),)
     ),
-    Failure(PointState.OOM, "CUDA out of memory", (messages.File("a.txt", "", "the disk is full"),)),
+    Failure(PointState.OOM, "CUDA out of memory", (File("a.txt", "", "the disk is full"),)),
     messages.RankProcess(1, 43, "joined"),
 ]
 

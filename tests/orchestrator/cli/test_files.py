@@ -8,7 +8,8 @@ import pytest
 from nsa_command import Nsa
 from ray._private.runtime_env.packaging import get_uri_for_directory
 
-from orchestrator.execute.artifacts import ArtifactStore, Source
+from jobs.schema.files import File
+from orchestrator.execute.artifacts import ArtifactStore
 from orchestrator.run import driver
 from orchestrator.store import Store
 from orchestrator.store.records import ArtifactData, ArtifactRecord
@@ -59,7 +60,7 @@ def test_a_hostile_path_or_name_in_the_database_is_not_opened_or_written(
 def stored_file(home: Path, sweep: Callable[..., list], name: str, text: str, path: str | None = None) -> ArtifactData:
     """A file of the second point of a stored sweep, whose row may be hostile."""
     store = ArtifactStore(f"file://{home / 'artifacts'}")
-    file = store.put(Source("note.txt", text), "r/0001/1/note.txt")
+    file = store.put(File("note.txt", text=text), "r/0001/1/note.txt")
     file = file.model_copy(update={"name": name, "path": path or file.path})
     with Store.open(f"sqlite:///{home / 'nsa.db'}") as opened:
         opened.apply_many(sweep(RUN))

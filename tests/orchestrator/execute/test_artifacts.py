@@ -15,12 +15,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from ftp_server import FtpServer, ftp_server
 
+from jobs.schema.files import File
 from jobs.specs.load import load_spec
 from jobs.specs.spec import Deadlines
 from orchestrator.cli import doctor
 from orchestrator.errors import UserError
 from orchestrator.execute import artifacts, upload
-from orchestrator.execute.artifacts import ArtifactError, ArtifactStore, Source
+from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
 from orchestrator.execute.supervisor import Assignment, Conditions, supervise
 from orchestrator.execute.upload import collect
 from orchestrator.provenance import code_hash
@@ -82,7 +83,7 @@ def test_a_url_that_cannot_be_used_says_so_when_settings_load(url: str, message:
 )
 def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
     with pytest.raises(ArtifactError, match="is no plain file name") as error:
-        ArtifactStore("file:///nowhere").put(Source(name, "text"), f"r/0000/1/{name}")
+        ArtifactStore("file:///nowhere").put(File(name, text="text"), f"r/0000/1/{name}")
     assert str(error.value).isascii()
     assert "\n" not in str(error.value)
 
@@ -90,7 +91,7 @@ def test_a_name_that_is_no_plain_file_name_is_refused(name: str) -> None:
 def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
     (tmp_path / "big.bin").write_bytes(os.urandom(BIG + 1))
     store = ArtifactStore(url)
-    file = store.put(Source("big.bin", tmp_path / "big.bin"), "r/0003/2/big.bin")
+    file = store.put(File("big.bin", str(tmp_path / "big.bin")), "r/0003/2/big.bin")
     assert (file.path, file.size, file.content, file.truncated) == ("r/0003/2/big.bin", BIG + 1, None, False)
     assert file.sha256 == hashlib.sha256((tmp_path / "big.bin").read_bytes()).hexdigest()
     assert content(ArtifactStore(url), file) == (tmp_path / "big.bin").read_bytes()
@@ -98,12 +99,12 @@ def test_a_file_comes_back_as_it_was(url: str, tmp_path: Path) -> None:
 
 def test_the_end_of_a_text_is_kept_beside_it(url: str) -> None:
     store, text = ArtifactStore(url), "begin\n" + "é\0" * STORED_BYTES + "end"
-    file = store.put(Source("log.txt", text), "r/0000/1/log.txt")
+    file = store.put(File("log.txt", text=text), "r/0000/1/log.txt")
     assert file.truncated
     assert str(file.content).endswith("é\\0end")
     assert len(str(file.content).replace("\\0", "\0").encode()) <= STORED_BYTES + 3
     assert content(store, file) == text.encode()
-    empty = store.put(Source("none.log", ""), "r/0000/1/none.log")
+    empty = store.put(File("none.log", text=""), "r/0000/1/none.log")
     assert (empty.size, empty.content, content(store, empty)) == (0, "", b"")
 
 
@@ -126,9 +127,9 @@ def test_a_link_out_of_the_store_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_changed_file_is_not_handed_out_whole(url: str) -> None:
     store = ArtifactStore(url)
-    file = store.put(Source("a.txt", "before"), "r/a.txt")
+    file = store.put(File("a.txt", text="before"), "r/a.txt")
     for changed in ("after!", "longer than before", "short"):
-        store.put(Source("a.txt", changed), "r/a.txt")
+        store.put(File("a.txt", text=changed), "r/a.txt")
         with pytest.raises(ArtifactError, match="differs from the file that was kept"):
             content(store, file)
 
@@ -141,7 +142,7 @@ def test_a_file_that_shrinks_while_it_is_copied_is_not_kept(url: str, tmp_path: 
     path.write_bytes(b"x" * BIG)
     store = ArtifactStore(url)
     with pytest.raises(ArtifactError, match=f"'log.txt': its file shrank from {BIG:,} bytes while it was copied"):
-        store.put(Source("log.txt", path), "r/log.txt", lambda: os.truncate(path, 1 << 20))
+        store.put(File("log.txt", str(path)), "r/log.txt", lambda: os.truncate(path, 1 << 20))
     with pytest.raises(ArtifactError, match="is not in the artifact store"):
         list(store.pieces("r/log.txt", BIG, ""))
 
@@ -157,7 +158,7 @@ def test_a_copy_that_is_given_up_leaves_nothing(url: str, tmp_path: Path, reques
             raise Stop
 
     with pytest.raises(Stop):
-        ArtifactStore(url).put(Source("a.txt", "x" * BIG), "r/a.txt", sign)
+        ArtifactStore(url).put(File("a.txt", text="x" * BIG), "r/a.txt", sign)
     served = tmp_path / ("a store" if url.startswith("file") else "ftp/store")
     assert [path for path in served.rglob("*") if path.is_file()] == []
 
@@ -237,7 +238,7 @@ def hanging() -> str:
     return "hanging://place"
 
 
-def rest(store: str, *sources: Source, stopped: Callable[[], bool] = lambda: False) -> list:
+def rest(store: str, *sources: File, stopped: Callable[[], bool] = lambda: False) -> list:
     """The records of the files of an attempt's end."""
     with artifacts.ArtifactCopies(TASK.ids, store) as copies:
         return list(copies.rest(sources, stopped))
@@ -267,12 +268,12 @@ time.sleep(600)"""
 def test_files_of_a_store_that_hangs_are_given_up_with_a_warning_each(hanging: str, monkeypatch) -> None:
     monkeypatch.setattr(artifacts, "STALL_S", 1.0)
     message = "the artifact store hanging://place did not answer for 1 s"
-    records = rest(hanging, Source("a.txt", "a"), Source("b.txt", "b"))
+    records = rest(hanging, File("a.txt", text="a"), File("b.txt", text="b"))
     assert warnings(records) == [f"7 file not kept: {name!r}: {message}" for name in ("a.txt", "b.txt")]
 
 
 def test_a_stop_does_not_wait_for_a_store_that_hangs(hanging: str) -> None:
-    assert rest(hanging, Source("a.txt", "a"), stopped=Hanging.asked.is_set) == []
+    assert rest(hanging, File("a.txt", text="a"), stopped=Hanging.asked.is_set) == []
 
 
 TRAIN = "kind: train\nname: small\nseq_len: 16\nsteps: 20\n"
