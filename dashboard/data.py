@@ -6,9 +6,11 @@ unreachable or too old, `explained` shows the fix instead of a traceback.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pandas as pd
 import streamlit as st
@@ -68,9 +70,9 @@ def run_notes(store: Store, frame: pd.DataFrame) -> dict[str, run_texts.Note]:
 
 
 @_read
-def now(store: Store) -> list[Section]:
-    """Sections of the page Now."""
-    return sections(store, ray_jobs(load_settings()) or ())
+def now(store: Store, zone: ZoneInfo) -> list[Section]:
+    """Sections of the page Now, with times in the zone."""
+    return sections(store, ray_jobs(load_settings()) or (), datetime.now(zone))
 
 
 # A run that is measured adds samples all the time: its charts are drawn again when a point ends, and every 20 seconds.

@@ -34,7 +34,7 @@ def page() -> None:
         parts.badge(f"{counts[level]} {level}", {f"{counts[level]} {level}": LEVELS[level]}) for level in counts
     )
     st.markdown(f"{parts.count(len(cards), 'card')}: {told}")
-    _draw(tables.summary(cards), [card.point_id for card in cards])
+    _draw(tables.summary(cards, parts.zone()), [card.point_id for card in cards])
     todo = tables.to_do(cards)
     if todo.rows:
         st.header(todo.title)

@@ -91,7 +91,7 @@ def _cell(history: History, quantity: Quantity) -> None:
             about, icon=":material/compare_arrows:", key=f"compare-{'-'.join(ids)}", help="compare the two runs"
         ):
             leave("compare", before=ids[0], after=ids[1], metric=quantity.name)
-    table = readings_table(history, quantity)
+    table = readings_table(history, quantity, parts.zone())
     st.dataframe(pd.DataFrame(table.rows, columns=list(table.columns)), hide_index=True)
 
 

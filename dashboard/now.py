@@ -21,7 +21,7 @@ def page() -> None:
 
 @data.explained
 def _sections(store: Store) -> None:
-    for section in data.now(store):
+    for section in data.now(store, parts.zone()):
         st.subheader(section.title)
         if section.lines:
             grids.table([_cells(line) for line in section.lines])

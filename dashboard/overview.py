@@ -44,7 +44,7 @@ def page() -> None:
 @data.explained
 def _failures(store: Store) -> None:
     """Show in a line how many runs failed within a day, if any did."""
-    if failed := failures(data.now(store)[-1].lines):
+    if failed := failures(data.now(store, parts.zone())[-1].lines):
         with st.container(horizontal=True, vertical_alignment="center"):
             text = f"**{parts.count(failed, 'run')}** of the last 24 hours failed, or had points that failed"
             st.markdown(f":material/error: {text}", width="content")

@@ -1,6 +1,7 @@
 """Tables of the fleet's cards, for the page and `nsa fleet`."""
 
 from collections.abc import Sequence
+from datetime import UTC, tzinfo
 
 from orchestrator.judge.fleet import Card, Finding, Level
 from orchestrator.report.table import Table
@@ -9,8 +10,8 @@ _ILL = (Level.BAD, Level.WARN)
 _NAMED = 4  # cards, or checks, that a line names
 
 
-def summary(cards: Sequence[Card]) -> Table:
-    """A line a card: what is wrong with it, in a word."""
+def summary(cards: Sequence[Card], zone: tzinfo = UTC) -> Table:
+    """A line a card: what is wrong with it, in a word; times in the zone."""
     rows = []
     for card in cards:
         wrong = [found.check for found in card.findings if found.level == card.level != Level.OK]
@@ -21,7 +22,7 @@ def summary(cards: Sequence[Card]) -> Table:
                 "Node": card.node,
                 "Because of": ", ".join(wrong) if len(wrong) <= _NAMED else f"{len(wrong)} checks",
                 "UUID": card.uuid,
-                "Preflight (UTC)": f"{card.at:%Y-%m-%d %H:%M}",
+                "Preflight": f"{card.at.astimezone(zone):%Y-%m-%d %H:%M %Z}",
             }
         )
     return Table.of("Cards", "", rows)

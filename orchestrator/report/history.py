@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, tzinfo
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -329,8 +329,8 @@ def changes_table(found: Sequence[History], quantity: Quantity, most: int | None
     return Table.of(f"{quantity.title}: changes", note, rows)
 
 
-def readings_table(history: History, quantity: Quantity) -> Table:
-    """All readings of a cell, with its changes."""
+def readings_table(history: History, quantity: Quantity, zone: tzinfo = UTC) -> Table:
+    """All readings of a cell, with its changes; times in the zone."""
     changes = defaultdict(list)
     for each in history.changes:
         changes[each.after.point_id].append(f"{each.ratio:.3f} {result(each, quantity)}")
@@ -341,8 +341,9 @@ def readings_table(history: History, quantity: Quantity) -> Table:
             readable(each, quantity.unit) for each in (reading.p10, reading.p90) if not math.isnan(each)
         )
         about = ["; ".join(changes[reading.point_id]), differing(before, reading) if before else ""]
-        rows.append([f"{reading.at:%Y-%m-%d %H:%M}", reading.commit, reading.run_id, value, spread, *about])
-    columns = ["measured (UTC)", "commit", "run", quantity.title, "p10 – p90", "change", "what else changed"]
+        at = f"{reading.at.astimezone(zone):%Y-%m-%d %H:%M %Z}"
+        rows.append([at, reading.commit, reading.run_id, value, spread, *about])
+    columns = ["measured", "commit", "run", quantity.title, "p10 – p90", "change", "what else changed"]
     return Table(f"{quantity.title}: {history.label}", "", columns, rows)
 
 

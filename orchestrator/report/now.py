@@ -47,7 +47,7 @@ class Section(NamedTuple):
 
 
 def sections(store: Store, jobs: Sequence[Mapping[str, Any]], now: datetime | None = None) -> list[Section]:
-    """All that goes on at `now`. Raises StoreUnavailable."""
+    """All that goes on at `now`, with times in its zone. Raises StoreUnavailable."""
     now = now or datetime.now(UTC)
     unended = queries.runs(store, state=RunState.RUNNING), queries.runs(store, state=RunState.PENDING)
     running, pending = (frame.iloc[::-1].to_dict("records") for frame in unended)  # the oldest first
@@ -71,14 +71,16 @@ def last_day(store: Store, jobs: Sequence[Mapping[str, Any]], now: datetime) -> 
         failed = bool(run["failed"]) or run["state"] == RunState.FAILED
         state = run_in_words(run) if begun or run["state"] != RunState.FAILED else _BEFORE_IT_BEGAN
         reason = why.get(run["run_id"]) or run["reason"] or ""
-        line = _ended(state, run["run_id"], run["kind"], run["person"], run["ended_at"], reason)
+        at = run["ended_at"].astimezone(now.tzinfo)
+        line = _ended(state, run["run_id"], run["kind"], run["person"], at, reason)
         found.append((failed, run["ended_at"], line))
     for job in _without_run(store, jobs):
         if job["status"] == "FAILED" and job["end_time"] > now - DAY:
             last = (job["message"] or "").strip().rpartition("\n")[2]  # of its log, which has the error
             ours = " -m jobs " in (job["entrypoint"] or "")
             state = _BEFORE_IT_BEGAN if ours else _NO_RUN
-            line = _ended(state, job["submission_id"], "Ray job", job["person"], job["end_time"], last)
+            at = job["end_time"].astimezone(now.tzinfo)
+            line = _ended(state, job["submission_id"], "Ray job", job["person"], at, last)
             found.append((ours, job["end_time"], line._replace(run_id="")))
     return [line for *_, line in sorted(found, key=lambda each: (not each[0], -each[1].timestamp()))]
 
@@ -99,7 +101,7 @@ def seconds_left(point: Mapping[str, Any]) -> float | None:
 
 
 def _ended(state: str, name: str, kind: str, person: str | None, at: datetime, reason: str) -> Line:
-    cells = {"State": state, "Run": name, "Kind": kind, "Person": person or "", "Ended (UTC)": f"{at:%a %H:%M}"}
+    cells = {"State": state, "Run": name, "Kind": kind, "Person": person or "", "Ended": f"{at:%a %H:%M %Z}"}
     return Line(cells | {"Why": in_a_line(reason, _REASON)}, name)
 
 

@@ -153,10 +153,16 @@ def print_points(order: Order) -> None:
         needs = "" if point.estimate_bytes is None else f"  {readable_bytes(point.estimate_bytes)}"
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
     gpus, machines = ceil(requirements.gpus_per_point(spec, machine)), load_gates(order.settings.gates).hardware
-    # Published times are of ready specs as they are; hashes of older versions lack fields that have come since.
+    # Published times are of ready specs as they are: an upper bound for a part of their points.
     ready = [load_spec(path) for path in READY_SPECS.glob("*.yaml") if f"name: {spec.name}\n" in path.read_text()]
-    published = any(each.model_dump(exclude={"resources"}) == spec.model_dump(exclude={"resources"}) for each in ready)
-    for line in (*spec.notes(), *forecast(spec.model_dump(), len(points) if published else 0, gpus, machines)):
+    published, keys = 0, {point.key("", machine) for point in points}
+    for each in ready:
+        whole = plan.points_of(each, dict.fromkeys(each.python, machine))
+        if each.isolation == spec.isolation and keys <= {point.key("", machine) for point in whole}:
+            published = len(whole)
+    part = f"{len(points)} of {published} points, so at most " if len(points) < published else ""
+    lines = [part + line for line in forecast(spec.model_dump(), published, gpus, machines)]
+    for line in (*spec.notes(), *(lines or ["time and price: no estimate, because no published run has these points"])):
         say(line)
     named = [*wanted.paths.items(), *(("python", python) for python in wanted.pythons if python is not None)]
     for field, path in named:

@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pandas as pd
 import pytest
@@ -249,7 +250,8 @@ def test_hostile_text_is_text(database: str, page: str, query: dict[str, str]):
     assert "evil.invalid" in "".join(said) + text(app)  # it is shown
 
 
-def test_failures_of_the_day_and_cards_have_their_pages(complete: str):
+def test_failures_of_the_day_and_cards_have_their_pages(complete: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(st.context), "timezone", property(lambda _: "Asia/Tokyo"))
     first, *_ = sweep()
     assert "last 24 hours" not in text(show("overview")), "the sweep is older"
     assert "No preflight has been stored yet" in text(show("fleet"))
@@ -267,7 +269,10 @@ def test_failures_of_the_day_and_cards_have_their_pages(complete: str):
     said = text(show("now"))
     assert f"[{run_id}](runs?run={run_id})" in said
     assert "silent for 60 s" in said
+    ended = now.astimezone(ZoneInfo("Asia/Tokyo"))
+    assert f"{ended:%a %H:%M} JST" in said
     said = text(show("fleet"))
+    assert f"{ended:%Y-%m-%d %H:%M} JST" in said
     assert "✗ **BAD**" in said
     assert f"[H200](runs?run={run_id}&point={run_id}%2F0)" in said
     assert "drain the node if it ends so again" in said

@@ -130,7 +130,16 @@ def test_paths_and_interpreters_are_looked_for_where_the_points_run(home, tmp_pa
     assert not (home / "artifacts").exists()
 
 
-@pytest.mark.parametrize(("override", "told"), [("resources.accelerator_type=H200", True), ("steps=100000", False)])
-def test_a_dry_run_tells_the_time_of_a_ready_spec_as_it_is_alone(home, capsys, override: str, told: bool) -> None:
-    assert driver.main(["jobs/configs/train_speed.yaml", "--dry-run", "--set", override]) == 0
-    assert ("published results" in capsys.readouterr().out) is told
+@pytest.mark.parametrize(
+    ("spec", "override", "told"),
+    [
+        ("train_speed", "resources.accelerator_type=H200", "\n1 min, 0.015 GPU-h, $0.06 on 1× H200 (published results"),
+        ("train_speed", "steps=100000", "\ntime and price: no estimate, because no published run has these points"),
+        ("scaling_m7c", "passes=[forward]", "\n64 of 128 points, so at most 6 min, 0.092 GPU-h, $0.35 on 1× H200"),
+    ],
+)
+def test_a_dry_run_tells_the_time_of_a_ready_spec_or_of_a_part_of_its_points(
+    home, capsys, spec: str, override: str, told: str
+) -> None:
+    assert driver.main([f"jobs/configs/{spec}.yaml", "--dry-run", "--set", override]) == 0
+    assert told in capsys.readouterr().out
