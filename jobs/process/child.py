@@ -30,7 +30,7 @@ from jobs.process import compiler_cache, messages, post_mortem, temporary
 from jobs.process.post_mortem import describe_exit, oom_kills, tail
 from jobs.schema.files import File
 from jobs.schema.plain_text import shortened
-from jobs.schema.point import STARTING, TIMED, TIMING, WAITING, Interrupted
+from jobs.schema.point import REPEATED, REPEATING, STARTING, TIMED, TIMING, WAITING, Interrupted
 from jobs.schema.states import PointState
 
 SOURCES = Path(__file__).resolve().parents[2]
@@ -47,7 +47,9 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )
-_APART, _STALL_S = 1.1, 1.0  # most by which the clock that takes samples may differ from the parent's, and lag behind
+# Most by which the process's clock may differ from the parent's, and lag behind. What calls take in a row, without the
+# work between samples that hides their launching, may be several times the samples' time on a GPU or a busy host.
+_APART, _STALL_S = {TIMED: ("samples of time", 1.1), REPEATED: ("the same calls in a row", 3.0)}, 1.0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -192,7 +194,7 @@ def _search_path(folder: Path, *, another: bool) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command. After a HANG or TIMEOUT the process still runs, to be examined and killed."""
+    """End of a command. After a HANG or TIMEOUT, or with a wrong clock, the process still runs, to be killed."""
 
     state: PointState
     reason: str | None = None  # why it is not ok, in one line
@@ -212,8 +214,7 @@ class DeadlineWatch:
     _start: float = field(default_factory=time.monotonic)
     _last_beat: float | None = None
     _read: float = field(default_factory=time.monotonic)  # when events were read last
-    _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time`
-    _wrong_clock: str = ""  # why its samples are refused
+    _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time` or `repeat`
     _kills: int = field(default_factory=lambda: oom_kills())
     _low_memory: bool = False
 
@@ -227,21 +228,19 @@ class DeadlineWatch:
             match event:
                 case messages.Beat(phase, done):
                     now = self._read
-                    if phase == TIMING and self.phase != TIMING:
+                    if phase in (TIMING, REPEATING) and self.phase != phase:
                         self._timing = before, now
-                    elif phase == TIMED and self._timing is not None:
-                        low, high = before - self._timing[1], now - self._timing[0]
-                        took = done / 1000
-                        if not (low - _STALL_S) / _APART <= took <= high * _APART + _STALL_S:
+                    elif phase in _APART and self._timing is not None:
+                        what, apart = _APART[phase]
+                        low, high, took = before - self._timing[1], now - self._timing[0], done / 1000
+                        if not (low - _STALL_S) / apart <= took <= high * apart + _STALL_S:
                             both = f"{took:.3g} s by the process's clock, {max(0, low):.3g} to {high:.3g} s by its"
-                            why = f"samples of time took {both} parent's; measure without what replaces the clock"
-                            self._wrong_clock = f"WrongResult: {why}"
+                            why = f"{what} took {both} parent's; measure without what replaces the clock"
+                            return events[:number], Ended(PointState.ERROR, f"WrongResult: {why}")
                     if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
                         self._start += now - self._last_beat  # the point's deadline does not run
                     self._last_beat, self.phase = now, phase
                 case messages.Measured(files=files):
-                    if self._wrong_clock:
-                        return events[:number], Ended(PointState.ERROR, self._wrong_clock, None, files)
                     return events[:number], Ended(PointState.OK, None, event, files)
                 case messages.ProbedMachine():
                     return events[:number], Ended(PointState.OK, None, event)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Self
 
 import pytest
@@ -80,6 +81,31 @@ def test_the_events_that_time_calls_also_time_the_whole(monkeypatch: pytest.Monk
     timing = measure_time(call, torch.device("cuda"), plan, lambda *beat: beats.append(beat), before=call)
     assert timing.samples_ms == pytest.approx([10] * 4)
     assert beats[-1] == ("timed", pytest.approx(80, abs=1))  # of 800 that passed
+
+
+@pytest.mark.parametrize(("busy", "tries"), [(0, 1), (1, 2), (9, 3)])
+def test_calls_in_a_row_are_timed_again_where_others_code_might_slow_the_clock_of_samples(
+    monkeypatch: pytest.MonkeyPatch, busy: int, tries: int
+) -> None:
+    """In `busy` of the tries a call between the samples takes 10 ms, and one in a row 50."""
+    now, phases = 0.0, ["none"]
+
+    def call() -> None:
+        nonlocal now
+        now += 0.05 if phases[-1] == "repeat" and phases.count("repeat") <= busy else 0.01
+
+    def beat(phase: str, done: int = 0, total: int = 0) -> None:
+        phases.extend([phase] if phase != phases[-1] else [])
+        claimed.append(done)
+
+    claimed: list[int] = []
+    plugin = SimpleNamespace(module=__name__)
+    monkeypatch.setattr(clock, "entry_points", lambda group: [plugin] if group.endswith(".peers") else [])
+    monkeypatch.setattr(clock, "perf_counter", lambda: now)
+    timing = measure_time(call, CPU, TimingSpec(repeats=2, min_s=0, warmup=1), beat)
+    assert timing.samples_ms == pytest.approx([10, 10])
+    assert phases[1:] == ["warm-up", "time", "timed", "repeat"] * tries + ["repeated"]
+    assert claimed[-1] == pytest.approx(1000, abs=11)
 
 
 def test_peak_memory_is_exact_and_counts_neither_inputs_nor_what_was_freed_before_the_peak() -> None:

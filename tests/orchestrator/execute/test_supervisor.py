@@ -240,6 +240,9 @@ def test_deadlines_count_from_the_end_of_waiting(monkeypatch) -> None:
         ({61.0: "time timed"}, 50_000, None),
         ({1.0: "first run", 61.0: ""}, 500, None),  # timed by a kind's own means
         ({1.0: "time", 3.9: "", 4.1: "timed", 4.2: "warm-up", 9.0: "time", 9.1: "timed"}, 0, "took 0 s by"),
+        ({1.0: "repeat", 3.9: "", 4.1: "repeated"}, 1000, None),  # on a busier host
+        ({1.0: "repeat", 5.1: "repeat", 5.3: "repeated"}, 1000, "took 1 s by the process's clock, 4.1 to 4.4 s by"),
+        ({1.0: "repeat", 61.0: "warm-up", 61.5: "repeat", 62.0: "repeated"}, 1000, None),  # tried again
     ],
 )  # fmt: skip
 def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
@@ -250,16 +253,46 @@ def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
     monkeypatch.setattr("jobs.process.child.time", SimpleNamespace(monotonic=lambda: clock[0]))
     process: Any = SimpleNamespace(alive=lambda: True, note_descendants=lambda: None)
     watch = child.DeadlineWatch(process, _start=0.0, _read=0.9)
-    for clock[0], phases in reads.items():
-        beats = [messages.Beat(phase, milliseconds) for phase in re.findall(r"timed|time|first run|warm-up", phases)]
-        process.inbox = SimpleNamespace(receive=lambda wait, beats=beats: beats)
-        assert watch.step()[1] is None
     done = messages.Measured(Measurement((Metric("time", "ms", 1.0),)))
-    process.inbox = SimpleNamespace(receive=lambda wait: [done])
-    _, end = watch.step()
+    for clock[0], phases in {**reads, 99.0: ""}.items():
+        names = re.findall(r"timed|time|first run|warm-up|repeated|repeat", phases)
+        events: list[Any] = [messages.Beat(name, milliseconds) for name in names] if clock[0] < 99 else [done]
+        process.inbox = SimpleNamespace(receive=lambda wait, events=events: events)
+        if (end := watch.step()[1]) is not None:
+            break
     assert end is not None
     assert (end.state, end.result) == ((PointState.ERROR, None) if problem else (PointState.OK, done))
-    assert str(end.reason).startswith(f"WrongResult: samples of time {problem}" if problem else "None")
+    what = "the same calls in a row" if "repeat" in str(reads) else "samples of time"
+    assert str(end.reason).startswith(f"WrongResult: {what} {problem}" if problem else "None")
+
+
+SINGLE_SAMPLES = """
+import time, torch
+from types import SimpleNamespace
+from jobs.measure import clock
+real, last, called = time.perf_counter, 0.0, False
+def call():
+    global called
+    time.sleep(0.03)
+    called = True
+def lagging():
+    global last, called
+    now = real()
+    if called:
+        called = False
+        return last + (now - last) / 8
+    last = now
+    return now
+clock.perf_counter, clock.entry_points = lagging, lambda group: [SimpleNamespace(module="time")]
+plan = clock.TimingSpec(repeats=2, min_s=0, warmup=1)
+value = clock.measure_time(call, torch.device("cpu"), plan, beat).samples_ms[0]
+"""
+
+
+def test_a_clock_that_is_wrong_for_single_samples_alone_is_found(measure) -> None:
+    [end] = ended(measure(SINGLE_SAMPLES))
+    assert end.outcome.state is PointState.ERROR
+    assert re.match("WrongResult: the same calls in a row took [01]", str(end.outcome.reason))
 
 
 @pytest.fixture
