@@ -122,7 +122,7 @@ def _run(order: Order, stop: _Stop) -> int:
                 require_preflight(store, gpus, datetime.now(UTC), again)
             machines = executor.probe()
             points, further = plan.points_of(order.spec, machines), partial(plan.points_of, order.spec, machines)
-            todo = plan.make_plan(run, points, machines, further, history, again=order.retry_failed)
+            todo = plan.Plan(run, points, machines, further, history, again=order.retry_failed)
         except BaseException as err:
             if recorder and job:
                 recorder.write(never_began(run, err))

@@ -35,12 +35,33 @@ Further = Callable[[Sequence[EndedPoint]], Sequence[Point]]  # points that follo
 class Plan:
     """The points of a run: those to measure, and those that need no measuring.
 
-    A search's points are not known in advance: `after` plans what follows from a point's end.
+    A search's points are not known in advance: `after` plans what follows from a point's end. Of a resumed run, points
+    that ended under the same key are not measured again.
+
+    Args:
+        machines: the machine as each interpreter of the points finds it.
+        old: what a resumed run has.
+        again: measure failed points, too.
+
+    Raises UserError if a resumed run's points differ from the spec's.
     """
 
     def __init__(
-        self, run: rec.RunRecord, machines: Mapping[str | None, Machine], further: Further, old: History, *, again: bool
+        self,
+        run: rec.RunRecord,
+        points: Sequence[Point],
+        machines: Mapping[str | None, Machine],
+        further: Further = lambda ended: (),
+        old: History | None = None,
+        *,
+        again: bool = False,
     ) -> None:
+        old = old or History(run)
+        labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]
+        if old.points and labels != [point.label for point in points]:  # without any it ended before the first
+            raise UserError(
+                f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
+            )
         self.run = run
         self.records: list[rec.Record] = [run]  # to be journalled at the beginning
         self.assignments: list[Assignment] = []
@@ -52,12 +73,14 @@ class Plan:
         self._ids = {point.label: point_id for point_id, point in old.points.items()}
         self._ended: list[EndedPoint] = []
         self._changed = 0  # points that had ended and are measured again
+        self._add(points)
+        self._explain()
 
-    def add(self, points: Sequence[Point]) -> None:
+    def _add(self, points: Sequence[Point]) -> None:
         """Plan points, and what follows from those that have ended."""
         while points:
             for point in points:
-                self._add(point)
+                self._add_one(point)
             points = self._following()
 
     def _following(self) -> Sequence[Point]:
@@ -79,10 +102,10 @@ class Plan:
         metrics = {metric.name: metric.value for metric in outcome.metrics}
         self._ended.append(EndedPoint(point, outcome.state, outcome.reason, metrics))
         records, assignments = len(self.records), len(self.assignments)
-        self.add(self._following())
+        self._add(self._following())
         return self.records[records:], self.assignments[assignments:]
 
-    def _add(self, point: Point) -> None:
+    def _add_one(self, point: Point) -> None:
         run = self.run
         point_id = self._ids.get(point.label) or f"{run.run_id}/{max(len(self.labels), len(self._ids))}"
         self._ids[point.label] = point_id
@@ -153,7 +176,7 @@ class Plan:
         else:
             self.assignments.append(Assignment(self.run.run_id, point_id, attempt, point, key))
 
-    def explain(self) -> None:
+    def _explain(self) -> None:
         """Record why a resumed run measures points again that had ended."""
         run, old, count = self.run, self._old.run, self._changed
         if count:
@@ -220,32 +243,6 @@ def run_record(run_id: str, name: str, kind: str, settings: Settings, git: GitSt
         artifact_store=settings.artifact_store_url,
         **more,
     )
-
-
-def make_plan(
-    run: rec.RunRecord,
-    points: Sequence[Point],
-    machines: Mapping[str | None, Machine],
-    further: Further = lambda ended: (),
-    old: History | None = None,
-    *,
-    again: bool = False,
-) -> Plan:
-    """The plan of a run. Of a resumed one, points that ended under the same key are not measured again.
-
-    `machines` has the machine as each interpreter of the points finds it, `old` what a resumed run has; with `again`
-    failed points are measured, too. Raises UserError if a resumed run's points differ from the spec's.
-    """
-    old = old or History(run)
-    labels = [old.points[f"{run.run_id}/{index}"].label for index in range(min(len(points), len(old.points)))]
-    if old.points and labels != [point.label for point in points]:  # without any it ended before the first was planned
-        raise UserError(
-            f"--resume: {run.run_id!r}: its points differ from the spec's points on this machine; start a new run"
-        )
-    plan = Plan(run, machines, further, old, again=again)
-    plan.add(points)
-    plan.explain()
-    return plan
 
 
 def history(records: Iterable[rec.Record]) -> History | None:

@@ -75,7 +75,7 @@ def _sum(journal: list[Record]) -> float:
 
 
 def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> None:
-    todo = plan.make_plan(RUN, [_size(0)], CPU, _further)
+    todo = plan.Plan(RUN, [_size(0)], CPU, _further)
     journal = _measure(todo)
     assert todo.labels == {"r/0": "size 0", "r/1": "size 1", "r/2": "size 2", "r/3": "size 3", "r/4": "sum"}
     assert _sum(journal) == 1 + 2 + 4
@@ -86,17 +86,17 @@ def test_points_follow_from_others_until_a_conclusion_that_is_not_measured() -> 
 def test_a_conclusion_is_of_the_card_that_it_concludes_from() -> None:
     card = {None: Machine("cuda", "NVIDIA H200", 2**37)}
     *_, conclusion = (
-        each for each in _measure(plan.make_plan(RUN, [_size(0)], card, _further)) if isinstance(each, OutcomeRecord)
+        each for each in _measure(plan.Plan(RUN, [_size(0)], card, _further)) if isinstance(each, OutcomeRecord)
     )
     assert conclusion.environment == {"gpu": {"name": "NVIDIA H200"}}
 
 
 @pytest.mark.parametrize("most", range(5))
 def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
-    journal = _measure(plan.make_plan(RUN, [_size(0)], CPU, _further), most)
+    journal = _measure(plan.Plan(RUN, [_size(0)], CPU, _further), most)
     old = plan.history(journal)
     assert old is not None
-    todo = plan.make_plan(RUN, [_size(0)], CPU, _further, old)
+    todo = plan.Plan(RUN, [_size(0)], CPU, _further, old)
     journal += _measure(todo)
     assert _sum(journal) == 1 + 2 + 4
     assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
@@ -106,11 +106,11 @@ def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
 
 
 def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
-    journal = _measure(plan.make_plan(RUN, [_size(0)], CPU, _further))
+    journal = _measure(plan.Plan(RUN, [_size(0)], CPU, _further))
     for code_hash in ("changed", "same"):
         run, old = RUN.model_copy(update={"code_hash": code_hash}), plan.history(journal)
         assert old is not None
-        todo = plan.make_plan(run, [_size(0)], CPU, _further, old)
+        todo = plan.Plan(run, [_size(0)], CPU, _further, old)
         journal += todo.records  # interrupted before its first point ended
     assert todo.assignments == []
     [end] = [each for each in todo.records if isinstance(each, OutcomeRecord)]
@@ -119,11 +119,11 @@ def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:
 
 
 def test_other_points_than_the_runs_are_refused() -> None:
-    old = plan.history(_measure(plan.make_plan(RUN, [_size(0)], CPU, _further)))
+    old = plan.history(_measure(plan.Plan(RUN, [_size(0)], CPU, _further)))
     assert old is not None
     for points in ([_size(1)], [_size(number) for number in range(9)]):
         with pytest.raises(UserError, match="its points differ from the spec's points"):
-            plan.make_plan(RUN, points, CPU, _further, old)
+            plan.Plan(RUN, points, CPU, _further, old)
 
 
 def test_a_label_that_no_point_has_is_refused_beside_one_that_a_point_has() -> None:
@@ -139,11 +139,11 @@ def test_a_label_that_no_point_has_is_refused_beside_one_that_a_point_has() -> N
 def _resumed(then: RunRecord = RUN, now: RunRecord = RUN, machine: Machine = CPU[None]) -> plan.Plan:
     """The plan of a run of two points that were ok, resumed."""
     points = [_size(0), _size(1)]
-    old = plan.history(plan.make_plan(then, points, CPU).records)
+    old = plan.history(plan.Plan(then, points, CPU).records)
     assert old is not None
     for point in old.points.values():
         point.attempts[1].state, point.attempts[1].settled = PointState.OK, True
-    return plan.make_plan(now, points, {None: machine}, old=old)
+    return plan.Plan(now, points, {None: machine}, old=old)
 
 
 def _events(todo: plan.Plan) -> list[str]:

@@ -14,7 +14,7 @@ from jobs.schema.states import PointState, RunState
 from jobs.specs.spec import Deadlines
 from orchestrator.errors import ExecutorGone
 from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions
-from orchestrator.run.plan import make_plan
+from orchestrator.run.plan import Plan
 from orchestrator.run.progress import Watcher
 from orchestrator.run.scheduler import Scheduler
 from orchestrator.store import Store, journal
@@ -76,7 +76,7 @@ def run(tmp_path: Path):
     def run(executor: Script, count: int, *, warm=False, stopped=lambda: None, store=None, further=None, **often):
         points = [Point("k", f"p{number}", {}) for number in range(count)]
         begun = RunRecord(run_id="r", name="t", kind="k", spec={}, spec_hash="")
-        todo = make_plan(begun, points, {None: Machine("cpu", "test", 8 << 30)}, further or (lambda ended: ()))
+        todo = Plan(begun, points, {None: Machine("cpu", "test", 8 << 30)}, further or (lambda ended: ()))
         conditions, path = Conditions("cpu", Deadlines(), warm=warm, store=store), tmp_path / journal.NAME
         with (
             Journal(path) as book,
