@@ -20,7 +20,7 @@ from orchestrator.artifact_url import is_local
 from orchestrator.database_url import sqlite_path
 from orchestrator.errors import UserError
 from orchestrator.execute.artifacts import ArtifactError, ArtifactStore
-from orchestrator.execute.ray_jobs import ray_jobs
+from orchestrator.execute.ray_http import ray_jobs
 from orchestrator.judge import analysis
 from orchestrator.judge.branches import BranchShares, branch_shares
 from orchestrator.judge.crossover import Crossing, crossings

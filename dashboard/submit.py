@@ -14,7 +14,7 @@ import streamlit as st
 
 from dashboard import data, parts
 from orchestrator.cli.services import answers
-from orchestrator.execute.ray_jobs import ray_jobs
+from orchestrator.execute.ray_http import ray_jobs
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.settings import Settings, example_spec, load_settings
 

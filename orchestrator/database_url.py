@@ -17,10 +17,6 @@ class StoreUnavailable(StoreError):  # noqa: N818  (a temporary condition, not a
     """The database is unavailable (unreachable, locked, shut down); the same call may succeed later."""
 
 
-class BrokenStoreError(StoreError):
-    """The database takes no record, whichever it is: a table or a right is gone, a file is damaged."""
-
-
 class RunMissingError(StoreError):
     """A record's run is not in the database."""
 

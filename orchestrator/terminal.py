@@ -27,19 +27,16 @@ class _Outlet(FileIO):
 
     def write(self, data: Any, /) -> int:
         global output_lost
-        view = memoryview(data).cast("B")
-        written = 0
         try:
-            while written < view.nbytes:
-                if (count := super().write(view[written:])) is None:
-                    select.select([], [self], [])  # a pipe that does not block, and is full
-                written += count or 0
+            while (count := super().write(data)) is None:  # a pipe that does not block, and is full
+                select.select([], [self], [])
+            return count
         except OSError as err:
             if err.errno != errno.EPIPE and not output_lost:
                 output_lost = True
                 with suppress(OSError):
                     os.write(2, f"error: output: cannot be written ({err.strerror}); the rest is not shown\n".encode())
-        return view.nbytes
+            return memoryview(data).nbytes
 
 
 def prepare() -> None:

@@ -161,7 +161,7 @@ def down() -> None:
 def status() -> None:
     """Services; nodes and GPUs, what is measured, what waits and why, and how the last day's runs ended."""
     from orchestrator.cli import console, lookup, services
-    from orchestrator.execute.ray_jobs import ray_jobs
+    from orchestrator.execute.ray_http import ray_jobs
     from orchestrator.report import now
 
     settings = load_settings()

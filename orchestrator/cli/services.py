@@ -4,18 +4,14 @@ Other Ray clusters on the host are left alone: only processes started here are s
 """
 
 import fcntl
-import http.client
 import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
@@ -30,7 +26,8 @@ from orchestrator.database_url import sqlite_path, sqlite_url
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
 from orchestrator.execute.ray_access import folder_of_a_new_cluster, local_address, remove_folder
-from orchestrator.settings import LOOPBACK, LOOPBACKS, SOURCES, Installation, Settings, installation
+from orchestrator.execute.ray_http import asks_for_token, get
+from orchestrator.settings import LOOPBACK, SOURCES, Installation, Settings, installation
 from orchestrator.terminal import warn
 
 _READY_S = 90.0
@@ -141,32 +138,8 @@ def down(settings: Settings) -> list[str]:
 
 def answers(url: str, says: str = "") -> bool:
     """Whether an HTTP server at `url` answers with a text that has `says` in it; a refusal (401, 403) counts."""
-    code, text = _get(url)
+    code, text = get(url)
     return code in (401, 403) or (200 <= code < 300 and says.encode() in text)
-
-
-def asks_for_token(settings: Settings) -> bool:
-    """Whether the cluster at NSA_RAY_DASHBOARD refuses those without its token; True if none answers."""
-    code, text = _get(f"{settings.ray_dashboard.rstrip('/')}/api/authentication_mode")
-    return code != 404 and b'"disabled"' not in text  # 404: a Ray older than its tokens
-
-
-def _get(url: str) -> tuple[int, bytes]:
-    """Status and beginning of the answer at `url`; 0 if no HTTP server answers."""
-    try:
-        # A host with http_proxy and no no_proxy asked the proxy for its own loopback: `nsa up` waited in vain.
-        local = urlsplit(url).hostname in LOOPBACKS
-        proxies = urllib.request.ProxyHandler({} if local else None)
-        context = ssl.create_default_context()
-        if local:  # a certificate is for the name that browsers use, not for loopback
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
-        with opener.open(url, timeout=2) as answer:
-            return answer.status, answer.read(4096)
-    except urllib.error.HTTPError as err:
-        return err.code, b""
-    except (OSError, http.client.HTTPException, ValueError):  # also of a server that speaks no HTTP
-        return 0, b""
 
 
 def service_env(settings: Settings) -> dict[str, str]:

@@ -24,10 +24,11 @@ from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError, card_of
 from orchestrator.cli import console
 from orchestrator.cli.interleave import IN_UPLOAD, sources_at
-from orchestrator.cli.services import asks_for_token, local_services
+from orchestrator.cli.services import local_services
 from orchestrator.errors import UserError
 from orchestrator.execute import ray_access
 from orchestrator.execute.ray_cluster import ACCELERATOR, card_types
+from orchestrator.execute.ray_http import asks_for_token
 from orchestrator.execute.upload import Upload, collect, sources
 from orchestrator.judge.rules import READY_SPECS
 from orchestrator.judge.steps import Step

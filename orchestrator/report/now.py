@@ -1,6 +1,6 @@
 """Sections on the present: nodes and their GPUs, what is measured, what waits and why, how the last day's runs ended.
 
-`nsa status` and the page Now show the same sections. `jobs` are Ray's jobs (`orchestrator.execute.ray_jobs`): one that
+`nsa status` and the page Now show the same sections. `jobs` are Ray's jobs (`orchestrator.execute.ray_http`): one that
 failed before its driver began, or has not begun, has no run.
 """
 

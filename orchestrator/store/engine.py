@@ -16,7 +16,6 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from jobs.schema.plain_text import in_a_line
 from orchestrator.database_url import (
     SETTING,
-    BrokenStoreError,
     StoreError,
     StoreUnavailable,
     hide_password,
@@ -164,13 +163,13 @@ def errors(url: sa.URL) -> Iterator[None]:
             fix = "start the database or correct the URL"
             error = StoreUnavailable(f"{name}: cannot be reached or used ({text}); {fix}")
         elif code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            error = BrokenStoreError(f"{name}: {text}; name another file")
+            error = StoreError(f"{name}: {text}; name another file")
         elif isinstance(err, exc.ProgrammingError) and err.statement is None:  # in connecting
             error = StoreError(f"{name}: cannot be used ({text}); correct the URL")
         elif code == _NO_RIGHT:
-            error = BrokenStoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
+            error = StoreError(f"{name}: refused ({text}); name a role in the URL that has this right")
         elif code in _NO_TABLE:
-            error = BrokenStoreError(f"{name}: {text}; run `nsa db upgrade`")
+            error = StoreError(f"{name}: {text}; run `nsa db upgrade`")
         else:
             error = StoreError(f"{name}: refused the data ({text}); report this as a bug")
         raise error from None

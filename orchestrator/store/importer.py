@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from jobs.schema.plain_text import from_csv_cell, in_a_line, shown
 from jobs.schema.states import Origin
-from orchestrator.database_url import BrokenStoreError, StoreError, StoreUnavailable
+from orchestrator.database_url import StoreError, StoreUnavailable
 from orchestrator.errors import UserError
 from orchestrator.store import journal, reported
 from orchestrator.store.models import Run
@@ -60,7 +60,7 @@ def _import_journal(store: Store, path: Path) -> str:
     try:
         with store.session(writes=True) as session:
             apply(session, noting(session))
-    except (StoreUnavailable, BrokenStoreError):
+    except StoreUnavailable:
         raise
     except StoreError as err:
         raise UserError(f"file: '{path}': {err}; nothing of the file is stored") from None

@@ -229,7 +229,7 @@ def test_another_server_in_place_of_rays_is_told(answer: str, monkeypatch: pytes
         settings = Settings(ray_dashboard=f"http://127.0.0.1:{server.server_address[1]}")
         alike = "ray_version" in answer
         assert [one.healthy for one in services.local_services(settings) if one.name == "ray"] == [alike]
-        assert services.asks_for_token(settings)
+        assert submission.asks_for_token(settings)
         for ask in (lambda: submission.submit(settings, Path("spec.yaml")), lambda: submission.cluster_nodes(settings)):
             with pytest.raises(SubmissionError, match=r"^NSA_RAY_DASHBOARD: 'http://127\.0\.0\.1:\d+'.*; ") as caught:
                 ask()

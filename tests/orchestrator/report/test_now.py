@@ -12,7 +12,7 @@ from made_up_runs import planned
 
 from dashboard import parts
 from jobs.schema.states import PointState, RunState
-from orchestrator.execute.ray_jobs import ray_jobs
+from orchestrator.execute.ray_http import ray_jobs
 from orchestrator.report.now import Section, failures, sections
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
