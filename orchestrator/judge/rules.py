@@ -23,6 +23,7 @@ from orchestrator.settings import SOURCES
 
 DEFAULT_GATES = Path(__file__).with_name("gates.yaml")
 READY_SPECS = SOURCES / "jobs" / "configs"
+_MOST = 10_000  # points or lengths of a run that a rule may need: with more it would never have evidence
 _LONGEST_NAME = 80  # of the columns of the table `verdict`
 Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Words = Annotated[str, Field(min_length=1)]
@@ -205,7 +206,7 @@ class ExponentRule(_Bounded):
 
     kind: Literal["exponent"]
     metric: str
-    min_lengths: int = Field(3, ge=3)
+    min_lengths: int = Field(3, ge=3, le=_MOST)
 
 
 class MetricRule(_Bounded):
@@ -217,7 +218,7 @@ class MetricRule(_Bounded):
     absolute: bool = False
     proof: str | None = Field(None, description="a point without this metric does not violate the bound")
     every: bool = False
-    min_points: int = Field(1, ge=1)
+    min_points: int = Field(1, ge=1, le=_MOST)
 
 
 class Side(Strict):
@@ -238,7 +239,7 @@ class RatioRule(_Bounded):
     denominator: Side
     same: Same = _SHAPE
     every: bool = False
-    min_points: int = Field(1, ge=1)
+    min_points: int = Field(1, ge=1, le=_MOST)
 
     @model_validator(mode="after")
     def _of_two(self) -> Self:
@@ -257,7 +258,7 @@ class StatesRule(_Rule):
     none_of: tuple[PointState, ...] = tuple(sorted(FAILED))
     but: dict[str, PointState] = Field({}, description="the state in which points of an implementation are to end")
     because: str | None = Field(None, min_length=1, description="only for reasons that begin so")
-    min_points: int = Field(1, ge=1)
+    min_points: int = Field(1, ge=1, le=_MOST)
 
     @model_validator(mode="after")
     def _names_a_failure(self) -> Self:

@@ -13,6 +13,8 @@ from jobs.specs.load import load_spec
 from jobs.specs.spec import SpecError
 from orchestrator.judge.rules import READY_SPECS, Gates, GatesError, Rule, Target, load_gates
 
+_LARGEST, _STEEPEST = 1e9, 10.0  # no value of a quantity, in its unit, and no exponent lies beyond
+_ALIKE = ("seq_len", "pass", "query_heads", "kv_heads", "head_dim")  # what differs within a run and makes other work
 _NEVER_BELOW_ZERO = ("ms", "s", "MiB", "tok/s", "token", "J/tok", "W", "GB/s", "TFLOP/s", "MHz")
 
 
@@ -63,7 +65,18 @@ def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[s
             fix = (get_close_matches(name, names, 1) or [", ".join(names)])[0]
             return f"implementation: {name!r}: there is none; use {fix}"
     if rule.kind == "states":
+        known: list[Any] = [Exception]
+        for each in known:  # which grows meanwhile
+            known += each.__subclasses__()
+        word, known = (rule.because or "").partition(":")[0], sorted({each.__name__ for each in known})
+        if not any(name.startswith(word) for name in known) and (close := get_close_matches(word, known, 1, 0.9)):
+            return f"because: {rule.because!r}: no reason begins so; use {close[0]}"
         return None
+    if rule.kind == "ratio" and "point_id" not in rule.same:
+        sides = [rule.where.also(side.where).model_dump(by_alias=True) for side in (rule.numerator, rule.denominator)]
+        fixed = {*rule.same, *(name for name in _ALIKE if all(isinstance(side[name], str | int) for side in sides))}
+        if unlike := [name for name in _ALIKE if name not in fixed]:
+            return f"same: compares points of unlike {', '.join(unlike)}; add these, or leave same out"
     proof = rule.proof if rule.kind == "metric" else None
     for field, name in [*(("metric", name) for name in _metrics(rule)), *([("proof", proof)] if proof else [])]:
         if not any(quantity.declares(name) for quantity in declared):
@@ -75,12 +88,18 @@ def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[s
             return f"denominator: {other.name!r} is in {other.unit}, {first.name!r} in {first.unit}; use one unit"
     if rule.kind == "metric" and rule.unit != first.unit:
         return f"unit: {rule.unit!r}: {first.name} is in {first.unit!r}; write that"
+    of_plan = {"plan": "tok/s", "seq_len": "token"}.get(str(rule.at_least))
+    if of_plan and (rule.kind != "metric" or rule.unit != of_plan):
+        return f"at_least: {rule.at_least!r}: is in {of_plan}, unlike the rule's value; write a number"
     share = first.unit == "%" and first.better is not None  # a change, which may be negative, has no better direction
     positive = rule.kind != "metric" or rule.absolute or first.unit in _NEVER_BELOW_ZERO or share
     if rule.kind == "exponent":
         positive = first.better is Better.LOWER  # a rate falls with the length
-    if positive and isinstance(rule.at_least, float) and rule.at_least <= 0:
+    most = _STEEPEST if rule.kind == "exponent" else _LARGEST
+    if isinstance(rule.at_least, float) and rule.at_least <= (1 / _LARGEST if positive else -most):
         return f"at_least: {rule.at_least:g}: nothing is below it; give a bound that can be missed"
+    if rule.at_most is not None and rule.at_most >= most:
+        return f"at_most: {rule.at_most:g}: nothing is above it; give a bound that can be missed"
     bound, right = ("at_most", "at_least") if rule.at_least is None else ("at_least", "at_most")
     wrong = Better.HIGHER if bound == "at_most" else Better.LOWER
     side: Any = rule.numerator if rule.kind == "ratio" else rule

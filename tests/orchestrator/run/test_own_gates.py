@@ -12,6 +12,7 @@ from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.scope import Hardware
 from orchestrator.run.gates import misdirected, own_gates
 
+SIDES = (("numerator", 2048), ("denominator", 512))
 MEMORY = {"kind": "metric", "metric": "peak_memory", "unit": "MiB"}
 
 
@@ -55,6 +56,28 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
             | {"numerator": {"metric": "oracle_error", "where": {"implementation": "dense*"}}, "same": ["point_id"]},
             "same: no point matches both sides' implementation, so that there is no pair",
         ),
+        (MEMORY | {"at_most": 1e300}, "at_most: 1e+300: nothing is above it; give a bound that can be missed"),
+        (MEMORY | {"at_least": 1e-300}, "at_least: 1e-300: nothing is below it"),
+        (ratio("time", "time", at_most=1e12), "at_most: 1e+12: nothing is above it"),
+        ({"kind": "exponent", "metric": "time", "at_most": 100.0}, "at_most: 100: nothing is above it"),
+        (
+            {"kind": "metric", "metric": "throughput_drift", "unit": "%/h", "at_least": -1e300},
+            "at_least: -1e+300: nothing is below it",
+        ),
+        (MEMORY | {"at_most": 1.0, "min_points": 10**9}, "min_points: 1000000000: Input should be less than or equal"),
+        ({"kind": "states", "because": "WrongReslt"}, "because: 'WrongReslt': no reason begins so; use WrongResult"),
+        ({"kind": "states", "because": "ValueEror: x"}, "because: 'ValueEror: x': no reason begins so; use ValueError"),
+        (
+            ratio("time", "time", at_most=1) | {"same": []},
+            "same: compares points of unlike seq_len, pass, query_heads, kv_heads, head_dim; add these, or leave same",
+        ),
+        (ratio("time", "time", at_most=1) | {"same": ["gpu"]}, "same: compares points of unlike seq_len, pass, query"),
+        (ratio("time", "time", at_most=1) | {"same": ["seq_len"]}, "same: compares points of unlike pass, query_heads"),
+        (
+            ratio("time", "time", at_most=1)
+            | {"where": {"seq_len": {"at_least": 8192}}, "same": ["pass", "query_heads", "kv_heads", "head_dim"]},
+            "same: compares points of unlike seq_len; add these",
+        ),
         ({"kind": "states", "none_of": []}, "none_of: names no failure, so that all may fail; use some of crash, err"),
         ({"kind": "states", "none_of": ["skipped"]}, "none_of: names no failure"),
         (
@@ -71,6 +94,26 @@ def test_a_rule_that_decides_nothing_is_refused(tmp_path: Path, rule: dict[str, 
     with pytest.raises(GatesError) as refused:
         own_gates(written(tmp_path, rule))
     assert re.match(rf"targets\.(t|0)\.rules\.(r)?0\.(\w+\.)?{re.escape(message)}", str(refused.value))
+
+
+def test_a_plans_number_bounds_what_has_its_unit(tmp_path: Path) -> None:
+    plan = {"steps": 100, "tokens_per_step": 4096, "hours": 1, "seq_len": 2048}
+    speed = {"kind": "metric", "metric": "throughput", "unit": "tok/s"}
+    longest = {"kind": "metric", "metric": "longest", "unit": "token", "at_least": "seq_len"}
+    path = written(tmp_path, speed | {"at_least": "seq_len"}, speed | {"at_least": "plan"}, longest)
+    path.write_text(path.read_text() + f"  plan: {plan}\n")
+    with pytest.raises(GatesError) as refused:
+        own_gates(path)
+    message = "targets.t.rules.r0.at_least: 'seq_len': is in token, unlike the rule's value; write a number"
+    assert str(refused.value) == message
+
+
+def test_points_that_where_makes_alike_are_a_ratio_and_reasons_in_words_a_rule(tmp_path: Path) -> None:
+    heads = {"query_heads": 12, "kv_heads": 2, "head_dim": 64}
+    at_two_lengths = ratio("time", "time", at_most=5) | {"where": heads | {"pass": "forward"}, "same": ["dtype"]}
+    at_two_lengths |= {side: {"metric": "time", "where": {"seq_len": n}} for side, n in SIDES}
+    begins = [{"kind": "states", "because": text} for text in ("Wrong", "no progress for", "MyKernelBroke: tile")]
+    assert len(own_gates(written(tmp_path, at_two_lengths, *begins)).targets[0].rules) == 4
 
 
 def test_a_speedup_a_falling_rate_and_a_control_of_dense_attention_are_rules(tmp_path: Path) -> None:
