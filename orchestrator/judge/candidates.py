@@ -8,10 +8,8 @@ from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import surroundings
 from orchestrator.judge.evidence import Run
-from orchestrator.judge.rules import ExponentRule, MetricRule, RatioRule
+from orchestrator.judge.rules import ExponentRule, MetricRule, RatioRule, Rule, StatesRule
 from orchestrator.judge.scope import Row, Scope, Where
-
-BoundedRule = ExponentRule | MetricRule | RatioRule
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Found:
     refused: str = ""  # why values of this run are not compared with each other
 
 
-def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
+def find(rule: Rule, run: Run, scope: Scope) -> Found:
     """The evidence of a run for a rule."""
     match rule:
         case ExponentRule():
@@ -45,10 +43,14 @@ def find(rule: BoundedRule, run: Run, scope: Scope) -> Found:
             return _metrics(rule, run, scope)
         case RatioRule():
             return _ratios(rule, run, scope)
+        case StatesRule():
+            return _states(rule, run, scope)
 
 
-def requirement(rule: BoundedRule, scope: Scope) -> str:
+def requirement(rule: Rule, scope: Scope) -> str:
     """The evidence that a rule needs, in words."""
+    if isinstance(rule, StatesRule):
+        return f"no points ({scope})"
     if isinstance(rule, RatioRule):
         above, below = rule.numerator, rule.denominator
         if above.where == below.where:
@@ -120,6 +122,36 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
         candidates.append(Candidate(ratio, points, what, query=query, seq_len=top["seq_len"]))
     lacking = refused or _lacking(rule, run, {top["point_id"] for top, _ in pairs}, scope, above.where)
     return Found(candidates, lacking, refused=refused)
+
+
+def _states(rule: StatesRule, run: Run, scope: Scope) -> Found:
+    """The number of points in a state that the rule forbids."""
+    if not (points := run.in_scope(scope)):
+        return Found([], unit="points")
+    bad = []
+    for point in points:
+        expected = rule.but.get(point["implementation"])
+        named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
+        if point["state"] != expected if expected else named:
+            bad.append(point)
+    # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
+    due = [point for point in points if point["state"] != PointState.SKIPPED]
+    ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
+    least = max(len(due), rule.min_points)
+    states = "otherwise than they should" if rule.but else ", ".join(rule.none_of)
+    states += f" by {rule.because}" if rule.because else ""
+    what = f"{len(bad)} of {len(points)} points ended {states}"
+    if bad:
+        why = "reason" if rule.because else "state"
+        what += ": " + "; ".join(f"{point['label']} ({point[why]})" for point in bad[:3])
+    lacking = "" if bad or len(ended) >= least else f"{len(ended)} of {least} were run to their end"
+    is_bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
+    is_bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
+    for implementation, state in rule.but.items():
+        is_bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {is_bad} END"
+    evidence = [point["point_id"] for point in bad or ended]
+    query = f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, evidence))}) AND {is_bad}"
+    return Found([Candidate(float(len(bad)), evidence, what, query=query)], lacking, "points")
 
 
 def _is_metric(row: Row, table: str = "") -> str:

@@ -16,8 +16,8 @@ from itertools import islice, product, takewhile
 from sqlalchemy import insert
 
 from jobs.schema.quantities import readable
-from jobs.schema.states import FAILED, PointState, Result
-from orchestrator.judge.candidates import BoundedRule, Found, find, quoted, requirement
+from jobs.schema.states import FAILED, Result
+from orchestrator.judge.candidates import Found, find, requirement
 from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.evidence import Run, measured_runs, preferred, series_of
 from orchestrator.judge.rules import QUESTIONS, Gates, MetricRule, Plan, RatioRule, Rule, StatesRule, Target
@@ -223,13 +223,11 @@ def _transferred(case: _Case, own: Scope, machines: Sequence[Hardware]) -> RuleV
 def _judge(case: _Case, scope: Scope) -> RuleVerdict:
     """Compare the worst candidate of the newest run that has any with the bound; doubtful evidence makes no GO."""
     rule = case.rule
-    if isinstance(rule, StatesRule):
-        return _judge_states(case, rule, scope)
-    comparison, bound = rule.bound_for(case.plan)
+    unit = rule.unit if isinstance(rule, MetricRule) else "points" if isinstance(rule, StatesRule) else "1"
+    comparison, bound = ("<=", 0.0) if isinstance(rule, StatesRule) else rule.bound_for(case.plan)
     sign = 1 if comparison == "<=" else -1  # the greater a value times this, the worse
-    unit = rule.unit if isinstance(rule, MetricRule) else "1"
     verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit=unit, comparison=comparison, bound=bound)
-    run, found, failed = _newest(case, rule, scope)
+    run, found, failed = _newest(case, scope)
     if failed is not None:  # a success before it says nothing about what fails now
         point, where = failed
         return replace(verdict, reason=f"not measured: {point['label']} ended {point['state']} in {where}; {case.how}")
@@ -255,7 +253,7 @@ def _judge(case: _Case, scope: Scope) -> RuleVerdict:
     # A newer run that measured less does not displace this one, but it is not passed over if it violates the bound.
     newer = takewhile(lambda each: each.run_id != run.run_id, case.runs)
     beyond = (
-        f"but the newer {each}, which measured less, has {candidate.what}: {case.how}"
+        f"but the newer {each}, which measured less, shows {candidate.what}: {case.how}"
         for each in newer
         if each.complete
         for candidate in find(rule, each, scope).candidates
@@ -277,9 +275,10 @@ def _judge(case: _Case, scope: Scope) -> RuleVerdict:
     )
 
 
-def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
+def _newest(case: _Case, scope: Scope) -> tuple[Run | None, Found, tuple[Row, Run] | None]:
     """The newest complete run with evidence, be it comparable or not; the evidence; and the point that failed, of the
     same series, in a newer run without evidence."""
+    rule = case.rule
     sides = (rule.numerator.where, rule.denominator.where) if isinstance(rule, RatioRule) else (rule.where,)
     for run in case.preferred(scope):
         found = find(rule, run, scope)
@@ -292,61 +291,3 @@ def _newest(case: _Case, rule: BoundedRule, scope: Scope) -> tuple[Run | None, F
                         return run, found, (point, other)
             return run, found, None
     return None, Found([]), None
-
-
-def _judge_states(case: _Case, rule: StatesRule, scope: Scope) -> RuleVerdict:
-    """Count the points of the newest complete run that are in a bad state."""
-    verdict = RuleVerdict(rule.rule, rule.title, Result.UNKNOWN, "", unit="points", comparison="<=", bound=0.0)
-    run = next(iter(case.preferred(scope)), None)
-    if run is None:
-        begun = next((run for run in case.runs if run.lengths(scope)), None)
-        return replace(verdict, reason=case.unmeasured(f"no points ({scope})", begun))
-
-    def bad_of(points: Sequence[Row]) -> list[Row]:
-        bad = []
-        for point in points:
-            expected = rule.but.get(point["implementation"])
-            named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
-            if point["state"] != expected if expected else named:
-                bad.append(point)
-        return bad
-
-    points = run.in_scope(scope)
-    bad = bad_of(points)
-    # As with a bound: a newer run that measured less does not displace this one, but its failures are not passed over.
-    newer = takewhile(lambda each: each.run_id != run.run_id, case.runs)
-    failed = ((each, point) for each in newer if each.complete for point in bad_of(each.in_scope(scope)))
-    beyond = [
-        f"but the newer {each}, which measured less, has {point['label']} ({point['state']}): {case.how}"
-        for each, point in islice(failed, 1)
-    ]
-    # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
-    due = [point for point in points if point["state"] != PointState.SKIPPED]
-    ended = [point for point in due if PointState(point["state"]).ended and point["state"] != PointState.CANCELLED]
-    least = max(len(due), rule.min_points)
-    states = "otherwise than they should" if rule.but else ", ".join(rule.none_of)
-    states += f" by {rule.because}" if rule.because else ""
-    reason = f"{len(bad)} of {len(points)} points ended {states}"
-    if bad:
-        why = "reason" if rule.because else "state"
-        reason += ": " + "; ".join(f"{point['label']} ({point[why]})" for point in bad[:3])
-    elif len(ended) < least:
-        reason += f"; {len(ended)} of {least} were run to their end: {case.how}"
-    evidence = [point["point_id"] for point in bad or ended]
-    is_bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
-    is_bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
-    for implementation, state in rule.but.items():
-        is_bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {is_bad} END"
-    doubts = case.doubts(run, [point["point_id"] for point in ended], scope)
-    reason = "; ".join([reason, *filter(None, [doubts]), *beyond])
-    return replace(
-        verdict,
-        result=Result.NO_GO if bad else Result.UNKNOWN if len(ended) < least or doubts or beyond else Result.GO,
-        value=float(len(bad)),
-        margin=0.0 - len(bad),
-        reason=f"{reason}; {run}",
-        evidence=evidence,
-        run_id=run.run_id,
-        commit=run.commit,
-        query=f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, evidence))}) AND {is_bad}",
-    )
