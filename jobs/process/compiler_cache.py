@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import tempfile
+import traceback
 from pathlib import Path
 
 import psutil
@@ -50,8 +51,16 @@ def _usable(folder: Path) -> bool:
 
 def lost_file(err: BaseException) -> str | None:
     """Fix for an exception of a cache on a network file system; None for any other."""
+    caches = {name: folder for name in VARIABLES if (folder := os.environ.get(name))}
     if isinstance(err, OSError) and err.errno in (errno.EBUSY, errno.ESTALE):
-        caches = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
-        return f"{err}: hosts share a folder of a network file system; if {caches} is on one, unset it"
+        paths = [str(path) for path in (err.filename, err.filename2) if path is not None]
+        if paths:
+            ours = any(path.startswith(os.path.join(folder, "")) for path in paths for folder in caches.values())
+        else:  # of an open file: whose code used it?
+            modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(err.__traceback__))
+            ours = any(module.startswith(("triton.", "torch._inductor.")) for module in modules)
+        if ours:
+            named = ", ".join(f"{name}={folder}" for name, folder in caches.items())
+            return f"{err}: hosts share a folder of a network file system; if {named} is on one, unset it"
     cause = err.__cause__ or err.__context__
     return None if cause is None else lost_file(cause)

@@ -65,10 +65,10 @@ def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[s
             fix = (get_close_matches(name, names, 1) or [", ".join(names)])[0]
             return f"implementation: {name!r}: there is none; use {fix}"
     if rule.kind == "states":
-        known: list[Any] = [Exception]
-        for each in known:  # which grows meanwhile
-            known += each.__subclasses__()
-        word, known = (rule.because or "").partition(":")[0], sorted({each.__name__ for each in known})
+        classes: list[Any] = [Exception]
+        for each in classes:  # which grow meanwhile
+            classes += each.__subclasses__()
+        word, known = (rule.because or "").partition(":")[0], sorted({each.__name__ for each in classes})
         if not any(name.startswith(word) for name in known) and (close := get_close_matches(word, known, 1, 0.9)):
             return f"because: {rule.because!r}: no reason begins so; use {close[0]}"
         return None

@@ -19,6 +19,7 @@ from orchestrator.store.models import Run
 from orchestrator.store.records import OutcomeRecord, PointRecord, Record, RunRecord, now
 from orchestrator.store.store import Store, apply
 
+_CLOCKS_APART = timedelta(minutes=10)  # of two hosts, at most: a clock further ahead has another zone, or was never set
 csv.field_size_limit(16 << 20)  # a cell of our own export may hold any text
 
 
@@ -44,7 +45,13 @@ def _import_journal(store: Store, path: Path) -> str:
     def noting(session: Session) -> Iterator[Record]:
         """The records, which would need ten times the journal's size in memory together."""
         nonlocal metrics, run_id, origin
+        latest = now() + _CLOCKS_APART
         for record in journal.read(path):
+            if record.at > latest:  # it would be the newest evidence for as long
+                raise UserError(
+                    f"file: '{path}': has a record of {record.at:%Y-%m-%d %H:%M} UTC, in the future; set the clock of "
+                    "its host, or this one's, and measure again, or import it later"
+                )
             match record:
                 case RunRecord():
                     if not run_id:
@@ -73,11 +80,6 @@ def _import_journal(store: Store, path: Path) -> str:
 
 def _check_first(session: Session, first: RunRecord, path: Path, database: str) -> None:
     """Raise UserError if a journal's first record cannot be of the run that is stored under its id."""
-    if first.at > now() + timedelta(days=1):  # it would be the newest evidence for ever
-        raise UserError(
-            f"file: '{path}': begins on {first.at:%Y-%m-%d}, in the future; set the clock of its host, or this one's, "
-            "and measure again"
-        )
     stored = session.get(Run, first.run_id)
     if stored is None:
         return

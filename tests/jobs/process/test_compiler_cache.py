@@ -66,9 +66,35 @@ def test_a_home_on_a_network_file_system_keeps_no_cache(
     assert "lies on nfs4, where SQLite may lose or damage it; use Postgres" in str(database_problem(Settings()))
 
 
-def test_a_file_lost_on_a_network_file_system_names_the_caches_and_is_tried_again() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        raise RuntimeError("backend failed") from OSError(errno.ESTALE, "Stale file handle")
-    found = failure(raised.value)
-    assert found.state is PointState.LOST
-    assert "TRITON_CACHE_DIR=" in found.reason
+def raised_by(module: str, code: str) -> Exception:
+    """The exception that a module's code raises, as the cause of another."""
+    try:
+        exec(code, {"__name__": module})
+    except OSError as err:
+        try:
+            raise RuntimeError("backend failed") from err
+        except RuntimeError as outer:
+            return outer
+    raise AssertionError(code)
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "cache"),
+    [
+        ("plugin", "home/triton/ab/kernel.json", True),
+        ("triton.runtime.cache", "", True),  # of a file that is open
+        ("torch._inductor.codecache", "", True),
+        ("plugin", "", False),
+        ("plugin", "data/shard", False),
+        ("triton.runtime.cache", "home/triton-2/kernel", False),
+    ],
+)
+def test_a_file_lost_in_a_compilers_cache_alone_names_the_caches_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, where: str, cache: bool
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "home" / "triton"))
+    path = f", {str(tmp_path / where)!r}" if where else ""
+    found = failure(raised_by(module, f"raise OSError({errno.ESTALE}, 'Stale file handle'{path})"))
+    assert found.state is (PointState.LOST if cache else PointState.ERROR)
+    assert ("TRITON_CACHE_DIR=" in found.reason) is cache
+    assert "Stale" in found.reason if cache else found.reason == "RuntimeError: backend failed"

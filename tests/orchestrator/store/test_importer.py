@@ -146,12 +146,18 @@ def test_a_journal_of_another_run_with_the_same_id_changes_nothing(store: Store,
     assert re.search(rf"is of another run than the '{RUN}' in .*use another database", refused(store, path))
 
 
-def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, sweep, tmp_path: Path):
-    first, *rest = sweep()
-    path = written(
-        tmp_path / "journal.jsonl", [first.model_copy(update={"at": datetime(2099, 1, 1, tzinfo=UTC)}), *rest]
-    )
-    assert "begins on 2099-01-01, in the future; set the clock" in refused(sqlite_store, path)
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_run_of_the_future_is_not_the_newest_for_ever(sqlite_store: Store, sweep, tmp_path: Path, number: int):
+    records = sweep()
+
+    def ahead(**by: int) -> Path:
+        changed = list(records)
+        changed[number] = records[number].model_copy(update={"at": datetime.now(UTC) + timedelta(**by)})
+        return written(tmp_path / "journal.jsonl", changed)
+
+    for by in ({"days": 40_000}, {"hours": 23}, {"minutes": 12}):
+        assert " UTC, in the future; set the clock of its host" in refused(sqlite_store, ahead(**by))
+    assert "1 measured run" in import_file(sqlite_store, ahead(minutes=5))
 
 
 def test_an_export_is_imported_as_reported(store: Store, sweep, tmp_path: Path):
