@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 from processes import free_ports, wait_for
-from ray_clusters import NODE_PORTS, Cluster, stop_node
+from ray_clusters import Cluster, start_node, stop_node
 
 _CPUS = 2
 _HEAD = "head"
@@ -76,14 +76,9 @@ class Nodes:
         return found
 
     def _start(self, name: str, *options: str) -> None:
-        command = ["ray", "start", "--block", f"--num-cpus={_CPUS}", "--object-store-memory=100000000", *options]
-        command += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"]
-        ports = zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)
-        command += [f"--{option}={port}" for option, port in ports]
         log = self._folder / f"{name}.{self._starts}.{time.monotonic_ns()}.log"
-        with log.open("w") as out:
-            process = subprocess.Popen(command, env=self._env, stdout=out, stderr=out, start_new_session=True)
-        self._running[name] = process
+        ports = ["--min-worker-port=0", "--max-worker-port=0"]
+        process = self._running[name] = start_node(log, self._env, f"--num-cpus={_CPUS}", *ports, *options)
         wait_for(lambda: _STARTED in log.read_text() or process.poll() is not None, 120, log.read_text)
         assert process.poll() is None, log.read_text()
 

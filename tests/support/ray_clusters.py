@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import psutil
 from processes import free_ports, is_alive, wait_for
 
 BIN = Path(sys.executable).parent
-NODE_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+_PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
 FEW_WORKERS = {  # of a node's processes, each of which takes seconds of the processor to start
     "RAY_worker_niceness": "0",  # else 15: whatever runs beside the tests would come first
     "RAY_prestart_worker_first_driver": "0",  # those would lack a job's environment: none would be used
@@ -53,16 +53,12 @@ class Cluster:
 def running_cluster(cpus: int, gpus: int, card: str) -> Iterator[Cluster]:
     """A cluster of one node with pretended GPUs of a type."""
     folder = Path(tempfile.mkdtemp(prefix="nsa-ray-"))  # short: Ray's socket paths must fit 107 characters
-    names = ["port", "dashboard-port", *NODE_PORTS]
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    command = ["ray", "start", "--head", "--block", f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--temp-dir={folder}"]
-    command += [f'--resources={{"accelerator_type:{card}": 1}}']
-    command += ["--disable-usage-stats", "--object-store-memory=100000000", "--no-monitor"]  # there is no autoscaler
-    command += ["--node-ip-address=127.0.0.1", *(f"--{name}={port}" for name, port in ports.items())]
-    found = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}", folder)
-    with (folder / "head.log").open("w") as log:
-        env = found.env(folder) | FEW_WORKERS
-        head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    port, dashboard = free_ports(2)
+    found = Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", folder)
+    options = ["--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
+    options += ["--disable-usage-stats", "--no-monitor"]  # there is no autoscaler
+    options += [f"--num-cpus={cpus}", f"--num-gpus={gpus}", f'--resources={{"accelerator_type:{card}": 1}}']
+    head = start_node(folder / "head.log", found.env(folder) | FEW_WORKERS, *options)
     try:
         wait_for(lambda: _answers(found), 60, lambda: (folder / "head.log").read_text())
         yield found
@@ -76,19 +72,23 @@ def running_node(cluster: Cluster, name: str, cpus: int, *options: str, **variab
     """One more node of a cluster, on this host, with options of `ray start` and environment variables."""
     before = _living_nodes(cluster)
     place = cluster.folder / name  # of its own: a node unpacks a job's sources anew, though the job runs from them
-    command = ["ray", "start", "--block", f"--address={cluster.address}", f"--num-cpus={cpus}", *options]
-    command += ["--object-store-memory=100000000", "--node-ip-address=127.0.0.1", f"--temp-dir={place}"]
-    command += [f"--{port}={number}" for port, number in zip(NODE_PORTS, free_ports(len(NODE_PORTS)), strict=True)]
     log = cluster.folder / f"{name}.log"
-    with log.open("w") as out:
-        env = cluster.env(cluster.folder) | FEW_WORKERS | variables
-        node = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    start = [f"--address={cluster.address}", f"--num-cpus={cpus}", f"--temp-dir={place}", *options]
+    node = start_node(log, cluster.env(cluster.folder) | FEW_WORKERS | variables, *start)
     try:
         wait_for(lambda: _living_nodes(cluster) == before + 1, 60, log.read_text)
         yield
     finally:
         stop_node(node)
         wait_for(lambda: _living_nodes(cluster) == before, 60)
+
+
+def start_node(log: Path, env: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
+    """Start a node of this host on loopback, with ports of its own."""
+    command = ["ray", "start", "--block", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1", *options]
+    command += [f"--{name}={port}" for name, port in zip(_PORTS, free_ports(len(_PORTS)), strict=True)]
+    with log.open("w") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
 
 
 def point_processes(cluster: Cluster) -> list[psutil.Process]:
