@@ -10,10 +10,8 @@ from nsa_command import Nsa
 from quick_driver import MACHINE
 from statements import verdicts_of
 
-from jobs.specs.load import load_spec
 from orchestrator.cli import submission
 from orchestrator.execute.local import LocalExecutor
-from orchestrator.judge.rules import READY_SPECS, load_gates
 from orchestrator.run import driver
 from orchestrator.settings import Settings
 from orchestrator.store import Store
@@ -56,13 +54,6 @@ def test_a_plan_needs_no_database(nsa: Nsa, tmp_path: Path):
         "     settles correctness, memory-exponent, naive-contrast, no-failures on CPU",
     ]
     assert not (tmp_path / "nsa.db").exists()
-
-
-def test_each_spec_takes_what_a_rule_sets_in_it():
-    rules = load_gates()
-    for target in rules.targets:
-        for measure in (rule.measure for hardware in rules.of(target) for rule in target.rules_on(hardware)):
-            assert measure.spec is None or load_spec(READY_SPECS / measure.spec, measure.set)
 
 
 @pytest.mark.usefixtures("measured")

@@ -42,20 +42,6 @@ def stored(home: Path, run_id: str):
         return row, queries.points(store, run_id)
 
 
-def test_provenance_is_recorded(home, spec, monkeypatch, quick_probe) -> None:
-    monkeypatch.setenv("NSA_GIT_COMMIT", "c0ffee")
-    monkeypatch.setenv("NSA_GIT_DIRTY", "1")
-    monkeypatch.setenv("NSA_GIT_BRANCH", "tuning")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "raysubmit_1"}}')
-    assert driver.main([str(spec("pass")), "--local"]) == 0
-    begun = records(home)[0]
-    assert (begun.git_commit, begun.git_branch, begun.git_dirty) == ("c0ffee", "tuning", True)
-    assert begun.submission_id == "raysubmit_1"
-    assert stored(home, begun.run_id)[0]["git_branch"] == "tuning"
-    assert len(begun.spec_hash) == len(begun.code_hash) == 16
-    assert re.fullmatch(r"\d{8}-\d{6}-test-[0-9a-f]{4}", begun.run_id)
-
-
 def test_a_run_that_requires_preflights_begins_nothing_without_them(
     home, spec, quick_probe, monkeypatch, capsys
 ) -> None:
