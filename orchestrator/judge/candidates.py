@@ -97,6 +97,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     above, below = rule.numerator, rule.denominator
     bottoms = [row for row in run.of(below.metric, scope, below.where) if row["per_sequence"] > 0]
     tops = run.of(above.metric, scope, above.where) if bottoms else []  # metrics are read on demand
+    if not tops:
+        return Found([])
     # Both sides of a ratio agree in the columns `same`, and in all kind-specific axes that the rule does not name.
     named = {MORE + name for side in (above, below) for name in side.where.axes}
     same = (*rule.same, *({name for row in (*tops, *bottoms) for name in more_columns(row)} - named))

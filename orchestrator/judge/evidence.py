@@ -71,7 +71,7 @@ class Run:
     commit: str | None
     minutes: float | None  # its duration; None if it has not ended, or was resumed after a pause
     shape: int  # runs of the same number have the same parts, but for the run's name in their rows
-    parts: Sequence[Part]  # its points by coordinates, whatever became of them
+    parts: Sequence[Part]  # its points by coordinates, whatever became of them; runs alike in name, too, share them
     states: Mapping[PointState, int]  # number of its points by state
     complete: bool  # whether it is done, or was and all that its points are still counts while some are measured again
     foreign: str  # why its code is not that of this history; "" if it is
@@ -111,7 +111,7 @@ class Run:
 
     def of(self, metric: str, scope: Scope, *more: Where) -> list[Row]:
         """Rows of a metric that are in the scope and match all further filters."""
-        if not self.lengths(scope) or self.run_id not in self.source.having(self.kind, metric):
+        if self.run_id not in self.source.having(self.kind, metric) or not self.lengths(scope):
             return []
         if metric not in self._metrics and not self.measured(scope, *more):
             return []  # without reading them
@@ -238,28 +238,12 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
         rows = session.execute(query if run_ids is None else query.where(models.Run.id.in_(run_ids))).all()
     groups, source = _groups(store, run_ids), Source(store, run_ids)
     here = in_history(frozenset(row.git_commit for row in rows if row.git_commit))
-    shapes: dict[frozenset, int] = {}
+    outline = cache(_outline)  # of very many runs most are alike
+    shapes: dict[Any, int] = {}
     runs: list[Run] = []
     for row in rows:
-        parts: dict[tuple, Part] = {}
-        states: Counter[PointState] = Counter()
-        of_run = groups.get(row.id, [])
-        gpu = max((card for _, _, card, *_ in of_run if card), default=None)
-        for _, state, card, more, *values, number, with_length, lengths in of_run:
-            states[state] += number
-            # A failed point may lack its GPU; with its run's, a rule about one GPU sees the failure.
-            point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or gpu}
-            point |= {"kind": row.kind}
-            own = sorted((json.loads(more or "{}") or {}).items())
-            point |= {MORE + name: value for name, value in own if value is not None}
-            part = parts.setdefault(tuple(point.items()), Part(point | {"run_name": row.name}, set(), set(), set()))
-            found = {*map(int, lengths.split(",") if lengths else ()), *([None] if with_length < number else [])}
-            part.lengths.update(found)
-            if state is PointState.OK or state in FAILED:
-                (part.failed if state in FAILED else part.ok).update(found)
-        measured = frozenset(
-            (key, *map(frozenset, (part.lengths, part.ok, part.failed))) for key, part in parts.items()
-        )
+        of_run = row.kind, groups.get(row.id, ())
+        gpu, parts, states = outline(row.name, *of_run)
         commit, foreign = row.git_commit and row.git_commit[:10], ""
         if not commit and (SOURCES / ".git").exists():  # without, as where it is installed, no commit is known
             foreign = "its commit is unknown"
@@ -278,8 +262,8 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
                 state=row.state,
                 commit=commit or None,
                 minutes=(row.ended_at - row.created_at).total_seconds() / 60 if whole else None,
-                shape=shapes.setdefault(measured, len(shapes)),
-                parts=list(parts.values()),
+                shape=shapes.setdefault(of_run, len(shapes)),
+                parts=parts,
                 states=states,
                 complete=done or (row.resumed > 0 and all(each.settles for each in states)),
                 foreign=foreign,
@@ -290,9 +274,30 @@ def measured_runs(store: Store, run_ids: Sequence[str] | None) -> list[Run]:
     return runs
 
 
-def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, list[Sequence[Any]]]:
+def _outline(
+    name: str, kind: str, groups: Sequence[Sequence[Any]]
+) -> tuple[str | None, list[Part], Counter[PointState]]:
+    """A run's card, parts and number of points by state, from its `_groups`."""
+    parts: dict[tuple, Part] = {}
+    states: Counter[PointState] = Counter()
+    gpu = max((card for _, card, *_ in groups if card), default=None)
+    for state, card, more, *values, number, with_length, lengths in groups:
+        states[state] += number
+        # A failed point may lack its GPU; with its run's, a rule about one GPU sees the failure.
+        point = dict(zip(_AXES, values, strict=True)) | {"gpu": card or gpu, "kind": kind}
+        own = sorted((json.loads(more or "{}") or {}).items())
+        point |= {MORE + name: value for name, value in own if value is not None}
+        part = parts.setdefault(tuple(point.items()), Part(point | {"run_name": name}, set(), set(), set()))
+        found = {*map(int, lengths.split(",") if lengths else ()), *([None] if with_length < number else [])}
+        part.lengths.update(found)
+        if state is PointState.OK or state in FAILED:
+            (part.failed if state in FAILED else part.ok).update(found)
+    return gpu, list(parts.values()), states
+
+
+def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, tuple[Sequence[Any], ...]]:
     """The points of each measured run by state and coordinates but the length."""
-    # JSON has no equality on Postgres, and its text has. Equal axes in another order come together in `measured_runs`.
+    # JSON has no equality on Postgres, and its text has. Equal axes in another order come together in `_outline`.
     table = Point.__table__.c
     columns = (Point.run_id, Attempt.state, Environment.gpu, cast(Point.more_axes, Text), *(table[a] for a in _AXES))
     length = table[LENGTH]
@@ -309,7 +314,8 @@ def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, list[Seque
     if run_ids is not None:
         query = query.where(Point.run_id.in_(run_ids))
     with store.session() as session:
-        return {run_id: list(groups) for run_id, groups in groupby(session.execute(query), itemgetter(0))}
+        by_run = groupby(session.execute(query), itemgetter(0))
+        return {run_id: tuple(group[1:] for group in groups) for run_id, groups in by_run}
 
 
 @cache
@@ -328,9 +334,9 @@ def preferred(runs: Sequence[Run], scope: Scope) -> list[Run]:
     """
     if scope.preferred is not None:
         return scope.preferred
-    one_of_each = {(run.shape, run.name): run for run in runs}  # of very many runs most are alike
+    one_of_each = {id(run.parts): run for run in runs}
     series = {key: frozenset(lengths.items()) for key, run in one_of_each.items() if (lengths := run.lengths(scope))}
-    alike = [(run, series.get((run.shape, run.name))) for run in runs if run.complete] if series else []
+    alike = [(run, series.get(id(run.parts))) for run in runs if run.complete] if series else []
     complete = [(run, measured) for run, measured in alike if measured]
     oldest = {measured: place for place, (_, measured) in enumerate(complete)}
     exceeded_before = dict.fromkeys(oldest, -1)  # place of the oldest run that exceeds what was measured

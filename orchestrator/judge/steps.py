@@ -5,6 +5,7 @@ Minutes are those of earlier runs of a spec on the card, or of another card, sca
 
 import csv
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,10 +26,8 @@ SHIPPED = Path(__file__).with_name("durations.csv")  # of complete runs whose jo
 
 @dataclass(frozen=True)
 class Duration:
-    """A complete run of a spec: its name, kind, card (None: CPU), GPUs, number of points, and its source in words."""
+    """A complete run of a spec: its card (None: CPU), GPUs, number of points, and its source in words."""
 
-    name: str
-    kind: str
     gpu: str | None
     gpus: int
     points: int
@@ -36,21 +35,24 @@ class Duration:
     source: str
 
 
-def durations(runs: Sequence[Run]) -> list[Duration]:
-    """The known durations: of the stored runs, newest first, then the shipped ones.
+Durations = Mapping[tuple[str, str], Sequence[Duration]]
+
+
+def durations(runs: Sequence[Run]) -> Durations:
+    """The known durations by name and kind: of the stored runs, newest first, then the shipped ones.
 
     Crashes make a run quick and hangs slow, so runs with either do not count; lack of memory does neither.
     """
-    known = []
+    known = defaultdict(list)
     for run in runs:
         if run.state is RunState.DONE and run.minutes and not run.states.keys() & (FAILED - {PointState.OOM}):
             ranks = max((part.row.get(RANKS) or 1 for part in run.parts), default=1)
             size = (ranks, sum(run.states.values()), run.minutes)
-            known.append(Duration(run.name, run.kind, run.gpu, *size, f"{run}"))
+            known[run.name, run.kind].append(Duration(run.gpu, *size, f"{run}"))
     for row in csv.DictReader(SHIPPED.read_text().splitlines()):
         source = "published results" + (f", run {row['run_id']}" if row["run_id"] else "")
         size = (max(int(row["gpus"] or 1), 1), int(row["points"]), float(row["minutes"]))
-        known.append(Duration(row["name"], row["kind"], row["gpu"] or None, *size, source))
+        known[row["name"], row["kind"]].append(Duration(row["gpu"] or None, *size, source))
     return known
 
 
@@ -81,7 +83,7 @@ class Step:
         return None if self.gpu_hours is None or self.price is None else self.gpu_hours * self.price
 
 
-def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) -> Step:
+def step_of(rule: Rule, hardware: Hardware | None, known: Durations) -> Step:
     """The step that would settle a rule on a hardware; None: on any machine."""
     title, cards = (hardware.title, hardware.gpus) if hardware else ("any machine", 0)
     gpus = cards if rule.gpus == "all" else min(cards, 1)
@@ -101,7 +103,7 @@ def step_of(rule: Rule, hardware: Hardware | None, known: Sequence[Duration]) ->
 def forecast(content: Mapping[str, Any], points: int, gpus: int, machines: Iterable[Hardware]) -> list[str]:
     """Time and price of a spec's content with so many points on each machine with so many GPUs: "5 min, 0.09 GPU-h,
     $0.35 on 1× H200". None of a spec whose duration has not been published with as many points; a soak says its own."""
-    known = [each for each in durations(()) if each.points == points]
+    known = {spec: [each for each in runs if each.points == points] for spec, runs in durations(()).items()}
     lines = []
     for machine in machines:
         minutes, basis = _predict(content, machine, gpus, known) if machine.gpus == gpus else (None, "")
@@ -112,7 +114,7 @@ def forecast(content: Mapping[str, Any], points: int, gpus: int, machines: Itera
 
 
 def _predict(
-    content: Mapping[str, Any], hardware: Hardware | None, gpus: int, known: Sequence[Duration]
+    content: Mapping[str, Any], hardware: Hardware | None, gpus: int, known: Durations
 ) -> tuple[float | None, str]:
     """Minutes that a spec takes on a hardware, and the ground for it; None where nothing is known."""
     if hardware is None:
@@ -120,7 +122,7 @@ def _predict(
     if "minutes" in content:  # a soak's, for each kind of attention, on any card
         minutes = content["minutes"] * len(content.get("attention", [None]))
         return minutes, "the minutes of the spec, without start-up"
-    alike = [each for each in known if (each.name, each.kind) == (content["name"], content["kind"])]
+    alike = known.get((content["name"], content["kind"]), ())
     # The spec as it is, not a small run under its name: the most points known.
     points = max((each.points for each in alike), default=0)
     alike = [each for each in alike if each.points == points and each.gpus == max(gpus, 1)]

@@ -22,7 +22,7 @@ from orchestrator.judge.crossover import Crossing, crossings
 from orchestrator.judge.evidence import Run, measured_runs, preferred, series_of
 from orchestrator.judge.rules import QUESTIONS, Gates, MetricRule, Plan, RatioRule, Rule, StatesRule, Target
 from orchestrator.judge.scope import Hardware, Row, Scope
-from orchestrator.judge.steps import Duration, Step, durations, step_of
+from orchestrator.judge.steps import Durations, Step, durations, step_of
 from orchestrator.store import Store
 from orchestrator.store.models import Verdict
 from orchestrator.store.records import now
@@ -136,7 +136,7 @@ def _target(
     hardware: Hardware | None,
     machines: Sequence[Hardware],
     runs: list[Run],
-    known: list[Duration],
+    known: Durations,
     crossed: list[Crossing],
 ) -> TargetVerdict:
     rules = []
