@@ -16,8 +16,7 @@ from jobs.measure.check import WrongResult
 from jobs.process.child import ran_out_of_memory
 from jobs.schema.point import Measurement, Point
 from jobs.schema.states import PointState
-from jobs.specs.load import parse_spec
-from jobs.specs.spec import Deadlines, SpecError
+from jobs.specs.spec import Deadlines
 from nsa_core.routes import capture
 from orchestrator.execute.supervisor import Conditions
 
@@ -26,13 +25,10 @@ CASE: dict[str, Any] = {"preset": "tiny", "layers": [2], "lengths": [64]}
 TIMING = {"repeats": 1, "min_s": 0, "max_s": 1, "warmup": 1}
 
 
-def _data(*cases: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {"kind": "backward", "name": "t", "implementations": ["chunked"]}
-    return data | {"cases": [CASE | case for case in cases or ({},)]} | changes
-
-
 def _points(*cases: dict[str, Any], **changes: Any) -> list[Point]:
-    return list(Spec.model_validate(_data(*cases, **{"timing": TIMING} | changes)).points(CPU))
+    data = {"kind": "backward", "name": "t", "implementations": ["chunked"], "timing": TIMING}
+    data |= {"cases": [CASE | case for case in cases or ({},)]}
+    return list(Spec.model_validate(data | changes).points(CPU))
 
 
 def _measure(point: Point, beats: list[str] | None = None) -> Measurement:
@@ -151,14 +147,3 @@ def test_a_hang_in_a_layer_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"stacks.txt", "processes.txt", "memory.txt"} <= set(hung.files)
     assert hung.files["nvidia-smi.txt"].startswith("no process runs")
     assert json.loads(hung.files[LAYERS])[-1]["place"] == "backward of layer 2"
-
-
-def test_what_would_be_measured_twice_or_fail_by_its_settings_is_refused() -> None:
-    with pytest.raises(
-        SpecError, match=r"^cases: 'all tiny 2 layers S=64' appears more than once; leave it out of one"
-    ):
-        parse_spec(_data({}, {"lengths": [32, 64]}))
-    with pytest.raises(SpecError, match=r"^timing: a search times nothing; leave it out"):
-        parse_spec(_data({"layers": [1, 2]}, bisect={}, timing=TIMING))
-    with pytest.raises(SpecError, match=r"^nsa\.compress: 'mlp': the selected branch alone does not train it"):
-        parse_spec(_data({"branches": ["slc"]}, nsa={"compress": "mlp"}))

@@ -17,8 +17,6 @@ from jobs.measure.passes import ModelPass
 from jobs.measure.search import smallest_failing
 from jobs.schema.point import Point
 from jobs.schema.states import FAILED, PointState
-from jobs.specs.load import parse_spec
-from jobs.specs.spec import SpecError
 from orchestrator.execute.supervisor import Conditions
 
 PLAN = {"steps": 1000, "tokens_per_step": 3600, "hours": 1.0}  # needs 1,000 tok/s
@@ -214,9 +212,3 @@ def test_the_optimizers_state_counts_on_a_device_without_an_index() -> None:
     trial.run()
     moments = sum(x.numel() for x in trial.state if x.dim())
     assert moments == 2 * sum(p.numel() for p in trial.parameters)
-
-
-def test_checkpointing_that_no_pass_uses_is_refused() -> None:
-    data = {"kind": "profile", "name": "t", "preset": "tiny", "implementations": ["chunked"], "lengths": [64]}
-    with pytest.raises(SpecError, match=r"^checkpointing: True: changes nothing of a forward pass; leave it out"):
-        parse_spec(data | {"checkpointing": True, "passes": ["forward"]})

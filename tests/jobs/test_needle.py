@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from trainings import Keeping
 from travelling import CPU, travelled, values_of
 
@@ -93,16 +92,3 @@ def test_an_untrained_model_guesses_and_says_that_it_still_learns(spec: Spec) ->
 def test_the_course_of_a_loss() -> None:
     assert loss_course([2.0] * 50 + [0.1] * 50, guess=2.0) == (0, 55)  # five in a row below a tenth of the guess
     assert loss_course([2.0] * 90 + [1.0] * 10, guess=2.0) == (-1.0, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"needles": 9}, "needles: 9: each needs a key of its own; use at most alphabet = 8"),
-        ({"needles": 9, "alphabet": 9}, "lengths: 32: has no room for 9 needles"),
-        ({"tokens": 500}, "tokens: 500: is no multiple of the length 32; use 512"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused(spec: Spec, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Spec.model_validate(spec.model_dump() | changes)

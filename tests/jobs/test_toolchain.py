@@ -13,7 +13,6 @@ from jobs import toolchain
 from jobs.schema.point import Beat, Machine, Measurement, Metric, Point
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, TIME
 from jobs.specs.load import parse_spec
-from jobs.specs.spec import SpecError
 from jobs.toolchain import Case, OutputsDiffer, Toolchain, ToolchainFailed, compare_outputs, measure
 
 CPU = Machine("cpu", "test processor", 8 * 2**30, {"torch": "2"})
@@ -52,18 +51,6 @@ def test_every_toolchain_but_the_first_is_compared_with_it() -> None:
     assert len({point.label for point in points}) == len({point.key("code", CPU) for point in points}) == 6
     versions = [travelled(point).versions["torch"] for point in points]
     assert versions == ["2", "2", "3", "3", "3", "3"]  # of the other interpreter, so that the key has them
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"^env: one toolchain has nothing to compare with; name two"),
-        ({"python": ["/b/python", None]}, r"^python: null, .*, must be the first; put it first$"),
-    ],
-)
-def test_a_spec_without_two_toolchains_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        _points(**changes)
 
 
 def test_a_second_interpreter_and_setting_give_the_same_outputs(

@@ -7,7 +7,6 @@ from travelling import CPU, travelled
 
 from jobs.specs.kinds import kinds
 from jobs.specs.load import parse_spec
-from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, memory
 from nsa_core.memory import MemoryEstimate
 
@@ -15,8 +14,6 @@ OWN = {"layers": 3, "dim": 48, "heads": 6, "kv_heads": 2, "nsa": {"window": 64}}
 SIZED = OWN | {"vocab_size": 256}
 PASSES: dict[str, Any] = {"implementations": ["chunked"], "lengths": [64]}
 TRAIN: dict[str, Any] = {"seq_len": 64, "steps": 20, "optimizer": {"warmup_steps": 2}}
-CASE = {"model": SIZED, "lengths": [64]}
-LEARNED = {"model": SIZED | {"nsa": {"compress": "mlp"}}, "lengths": [16]}
 MORE = {
     "train": TRAIN,
     "diagnose": TRAIN,
@@ -91,27 +88,3 @@ def test_models_of_equal_layers_and_width_have_labels_of_their_own() -> None:
     own = [{"model": SIZED | {"heads": heads}, "lengths": [64]} for heads in (6, 2)]
     one, other = _points("backward", cases=own)
     assert one.label != other.label
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "line"),
-    [
-        ("train", {"model": OWN | {"kv_head": 2}}, r"model.kv_head: unknown key \(value 2\); use layers, dim, heads"),
-        ("train", {"model": OWN | {"heads": 5}}, "model.head_dim: missing; dim 48 is no multiple of heads 5"),
-        ("train", {"model": OWN | {"kv_heads": 4}}, "model.kv_heads: 4: use a divisor of "),
-        ("train", {"model": OWN | {"vocab_size": 99}}, "model.vocab_size: 99: the text has 256 tokens; use so many"),
-        ("train", {"model": OWN, "preset": "tiny"}, "preset: model is given as well; keep one of the two"),
-        ("train", {"model": OWN, "nsa": {"window": 32}}, "nsa: model has its own; keep one of the two"),
-        ("train", {"model": OWN, "attention": ["dense"]}, "model.nsa.window: 64: changes nothing of dense attention"),
-        ("needle", {"model": OWN, "layers": 2}, "layers: 2: model has its own; leave it out, or set model.layers"),
-        ("needle", {"model": OWN | {"vocab_size": 99}}, "model.vocab_size: 99: has no effect"),
-        ("estimate", {"model": OWN}, "model.vocab_size: missing: there is no text to tell it; give it, 256 for bytes"),
-        ("backward", {"cases": [CASE], "nsa": {"window": 32}}, "nsa: cases.0.model.nsa is given as well; keep one"),
-        ("backward", {"cases": [CASE | {"branches": ["cmp"]}]}, "cases.0.model.nsa.window: 64: changes nothing of br"),
-        ("backward", {"cases": [LEARNED]}, "cases.0.lengths: 16: leaves a .* cases.0.model.nsa.cmp_block = 32"),
-        ("estimate", {}, "preset: missing; use one of .*, or give a model"),
-    ],
-)
-def test_a_mistake_of_a_model_is_a_line(kind: str, change: dict[str, Any], line: str) -> None:
-    with pytest.raises(SpecError, match=f"^{line}[^\n]*$"):
-        _points(kind, **change)

@@ -18,8 +18,6 @@ from warm_ranks import WarmRanks
 from jobs.hardware.stats import common_slope
 from jobs.schema.point import STARTING, Measurement
 from jobs.soak import QUANTITIES, Spec, compare_ranks, measure, memory
-from jobs.specs.load import parse_spec
-from jobs.specs.spec import SpecError
 from jobs.training.checkpoints.folder import CheckpointError
 from jobs.training.errors import MemoryLimit
 from jobs.training.rank import train_rank
@@ -306,16 +304,3 @@ def test_leaks_alone_are_growth(leak: dict[str, float], mib_by_1000_steps: float
 @pytest.mark.parametrize(("plan", "every"), [(PLAN, 1000), (SoakPlan(30, 15, 60, 65), EVERY)])
 def test_without_checkpoints_and_processes_enough_no_growth_is_claimed(plan: SoakPlan, every: int) -> None:
     assert _growth_of(_soaked(plan, every), plan=plan) == {}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"piece_minutes": 0.5}, "piece_minutes: 0.5: is more than the 0.06 minutes; use fewer"),
-        ({"alert_gb": 70}, "alert_gb: 70: is above limit_gb 65, which ends the point; exchange them"),
-        ({"deadlines": {"point_s": 1}}, "deadlines.point_s: 1: would end 0.06 minutes of training, which are 3.6 s"),
-    ],
-)
-def test_what_cannot_be_soaked_is_refused(text: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        parse_spec(_data(text, **changes))

@@ -2,7 +2,7 @@
 
 import gzip
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,9 @@ import pytest
 import tokenizers
 import torch
 from token_data import END, make_tokenizer, texts, write
-from travelling import CPU, travelled
+from travelling import CPU, travelled, values_of
 
 from jobs.schema.point import Beat, Measurement
-from jobs.specs.load import parse_spec
-from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.saving import packed
 from jobs.training.data import debian
@@ -49,12 +47,8 @@ def _spec(data: dict[str, Any], **changes: Any) -> Spec:
     return Spec.model_validate({"kind": "train", "name": "t", **fields, **changes})
 
 
-def _train(spec: Spec, beat: Callable[..., None] = SILENT) -> Measurement:
-    return measure(travelled(spec.points(CPU)[0]), beat)
-
-
-def _values(result: Measurement) -> dict[str, float]:
-    return {metric.name: metric.value for metric in result.metrics}
+def _train(spec: Spec) -> Measurement:
+    return measure(travelled(spec.points(CPU)[0]), SILENT)
 
 
 def _corpus(data: dict[str, Any], seed: int = 0) -> Corpus:
@@ -73,7 +67,7 @@ def test_a_model_learns_tokens_and_its_size_follows_from_the_tokenizer(documents
     point, on_bytes = (each.points(CPU)[0] for each in (spec, _spec({})))
     assert (on_bytes.config["model"]["vocab_size"], point.config["model"]["vocab_size"]) == (256, 320)
     result = _train(spec)
-    found, about = _values(result), result.environment["training"]
+    found, about = values_of(result), result.environment["training"]
     assert found["heldout_loss"] < 0.5 * found["heldout_loss_before"]
     assert abs(found["estimate_error"]) < 10
     assert found["throughput"] == pytest.approx(4 * 32 / found["time"] * 1000, rel=0.2)
@@ -112,7 +106,7 @@ def test_losses_are_nats_of_tokens_over_the_bytes_of_their_text(documents: Path,
             size += ends + sum(len(_bytes(decoder, number)) for number in targets.flatten().tolist() if number != end)
         return nats / size
 
-    assert _values(result)["heldout_loss_before"] == pytest.approx(per_byte(corpus.heldout), rel=1e-5)
+    assert values_of(result)["heldout_loss_before"] == pytest.approx(per_byte(corpus.heldout), rel=1e-5)
     first = next(metric.samples[0] for metric in result.metrics if metric.name == "loss")
     assert first == pytest.approx(per_byte([next(corpus.batches)]), rel=1e-5)
 
@@ -235,20 +229,6 @@ def test_without_a_network_the_error_names_what_to_give_instead(
 
 
 # Mistakes
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"dataset": "a/b"}, r"data\.dataset: 'a/b': needs a tokenizer; add 'tokenizer: gpt2' or a tokenizer_path"),
-        ({"tokenizer": "gpt2"}, r"data\.tokenizer: 'gpt2': there are no documents; add a dataset, or the path of some"),
-        ({"path": "x", "text_field": "body"}, r"data\.text_field: 'body': has no effect without a tokenizer; leave it"),
-        ({"path": "x", "tokenizer_path": "no.json"}, r"data\.tokenizer_path: 'no\.json': no\.json cannot be read here"),
-    ],
-)
-def test_mistakes_in_the_section_are_one_line_before_anything_runs(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=f"^{message}[^\n]*$"):
-        parse_spec({"kind": "train", "name": "t", "seq_len": 32, "steps": 20, "data": data}).points(CPU)
 
 
 def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]]:
