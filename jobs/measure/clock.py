@@ -6,6 +6,7 @@ CPU: the performance counter around each call.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 
+from jobs.process.post_mortem import waited_s
 from jobs.schema.point import REPEATED, REPEATING, TIMED, TIMING, Beat
 from jobs.specs.fields import Count
 from jobs.specs.spec import Strict
@@ -67,7 +69,7 @@ def measure_time(
         before: called before each run, untimed.
         after: gets the result of a run, of a batch on CUDA the last one's, before the device is waited for.
         tries: times to measure, where other distributions' code is in the process, until calls in a row take less than
-            three times as long as the samples: the host may become busy, or stop the process, between both.
+            three times as long as the samples: between both the host may get busy, or stop the process.
 
     Warming up ends when the last three runs differ by at most 10 %, or after `plan.warmup` runs or `plan.max_s`
     seconds. Garbage collection is off while sampling. The clock of the samples measures all of them together, too: the
@@ -114,13 +116,14 @@ def measure_time(
         each for group in ("implementations", "jobs", "peers") for each in entry_points(group=f"nsa_bench.{group}")
     )
     if any(each.module in sys.modules for each in offers):
-        each_s, done, begun = median(samples) / 1000, 0, perf_counter()
+        each_s, done, waited, begun = median(samples) / 1000, 0, waited_s(os.getpid()), perf_counter()
         while done < ceil(_REPEATED_S / max(each_s, 1e-6)) and perf_counter() - begun < _LONGEST_S:
             beat(REPEATING, done)
             call()
             done += 1
         synchronize(device)
-        if tries > 1 and perf_counter() - begun > 3 * done * each_s:
+        took = perf_counter() - begun - (waited_s(os.getpid()) - waited)
+        if tries > 1 and took > 3 * done * each_s:
             return measure_time(call, device, plan, beat, before=before, after=after, tries=tries - 1)
         beat(REPEATED, int(1000 * done * each_s))
     words = "steady" if steady else f"not steady within {_STEADY_SPREAD:.0%}"

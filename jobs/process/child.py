@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from jobs.process import compiler_cache, messages, post_mortem, temporary
-from jobs.process.post_mortem import describe_exit, oom_kills, tail
+from jobs.process.post_mortem import describe_exit, oom_kills, tail, waited_s
 from jobs.schema.files import File
 from jobs.schema.plain_text import shortened
 from jobs.schema.point import REPEATED, REPEATING, STARTING, TIMED, TIMING, WAITING, Interrupted
@@ -48,7 +48,7 @@ _OUT_OF_MEMORY = (
     "std::bad_alloc",
 )
 # Most by which the process's clock may differ from the parent's, and lag behind. What calls take in a row, without the
-# work between samples that hides their launching, may be several times the samples' time on a GPU or a busy host.
+# work between samples that hides their launching, may be several times the samples' time on a GPU.
 _APART, _STALL_S = {TIMED: ("samples of time", 1.1), REPEATED: ("the same calls in a row", 3.0)}, 1.0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
@@ -215,6 +215,7 @@ class DeadlineWatch:
     _last_beat: float | None = None
     _read: float = field(default_factory=time.monotonic)  # when events were read last
     _timing: tuple[float, float] | None = None  # earliest and latest begin of phase `time` or `repeat`
+    _waited: float = 0.0  # of the process, for processors, at that begin
     _kills: int = field(default_factory=lambda: oom_kills())
     _low_memory: bool = False
 
@@ -229,10 +230,12 @@ class DeadlineWatch:
                 case messages.Beat(phase, done):
                     now = self._read
                     if phase in (TIMING, REPEATING) and self.phase != phase:
-                        self._timing = before, now
+                        self._timing, self._waited = (before, now), waited_s(self.child.pid)
                     elif phase in _APART and self._timing is not None:
                         what, apart = _APART[phase]
                         low, high, took = before - self._timing[1], now - self._timing[0], done / 1000
+                        if phase == REPEATED:  # a short sample seldom waits
+                            low -= max(0, waited_s(self.child.pid) - self._waited)
                         if not (low - _STALL_S) / apart <= took <= high * apart + _STALL_S:
                             both = f"{took:.3g} s by the process's clock, {max(0, low):.3g} to {high:.3g} s by its"
                             why = f"{what} took {both} parent's; measure without what replaces the clock"

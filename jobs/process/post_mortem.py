@@ -63,6 +63,15 @@ def oom_kills() -> int:
     return 0
 
 
+def waited_s(pid: int) -> float:
+    """Seconds for which a process's threads could have run while others had the processors; 0 if it is not known."""
+    waited = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            waited += int(thread.read_text().split()[1])
+    return waited / 1e9
+
+
 def tail(log: Path, lines: int) -> str:
     """The last lines of a log, which may have gigabytes; "" where there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:

@@ -241,6 +241,7 @@ def test_deadlines_count_from_the_end_of_waiting(monkeypatch) -> None:
         ({1.0: "first run", 61.0: ""}, 500, None),  # timed by a kind's own means
         ({1.0: "time", 3.9: "", 4.1: "timed", 4.2: "warm-up", 9.0: "time", 9.1: "timed"}, 0, "took 0 s by"),
         ({1.0: "repeat", 3.9: "", 4.1: "repeated"}, 1000, None),  # on a busier host
+        ({1.0: "repeat", 5.1: "repeat", 5.3: "repeated"}, 1001, None),  # waited for a processor
         ({1.0: "repeat", 5.1: "repeat", 5.3: "repeated"}, 1000, "took 1 s by the process's clock, 4.1 to 4.4 s by"),
         ({1.0: "repeat", 61.0: "warm-up", 61.5: "repeat", 62.0: "repeated"}, 1000, None),  # tried again
     ],
@@ -251,7 +252,8 @@ def test_the_clock_that_took_the_samples_is_compared_with_the_parents(
     """Each read of the pipe is of phases, at a time."""
     clock = [0.9]
     monkeypatch.setattr("jobs.process.child.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    process: Any = SimpleNamespace(alive=lambda: True, note_descendants=lambda: None)
+    monkeypatch.setattr(child, "waited_s", lambda pid: 7 + clock[0] / 10 * (milliseconds == 1001))
+    process: Any = SimpleNamespace(pid=1, alive=lambda: True, note_descendants=lambda: None)
     watch = child.DeadlineWatch(process, _start=0.0, _read=0.9)
     done = messages.Measured(Measurement((Metric("time", "ms", 1.0),)))
     for clock[0], phases in {**reads, 99.0: ""}.items():
