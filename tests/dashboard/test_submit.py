@@ -41,6 +41,7 @@ def test_it_submits_with_the_typed_token_what_a_dry_run_accepted(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")  # that of who started the dashboard, which is not used
     app = show("submit", spec="drill.yaml")
     assert "nsa submit jobs/configs/drill.yaml" in text(app)
+    assert "Reading needs no token" in text(app)
     assert not app.button, "a reader without a token"
     for token, refused in (("wrong", True), ("secret", cluster is None)):
         app.text_input[0].set_value(token).run()

@@ -80,6 +80,8 @@ def compare_all(rank: int, rendezvous: Path) -> None:
         attend(*(sides[name][:, :47] for name in ("q", "k", "v")), gates[:, :47])
     with pytest.raises(InputError, match=r"^k: 48 tokens: give the 24 of q's share"):
         attend(sides["q"][:, :24], sides["k"], sides["v"], gates[:, :24])
+    with pytest.raises(InputError, match=r"^group: 2 ranks: leave out cu_seqlens: packed"):
+        attend(*(sides[name][0] for name in ("q", "k", "v")), gates[0], cu_seqlens=torch.tensor([0, LENGTH]).int())
     with pytest.raises(InputError, match=r"^k: .* float32"):
         attend(sides["q"], sides["k"].float(), sides["v"], gates)
     for empty in (slice(0), (slice(None), slice(0))):

@@ -124,11 +124,12 @@ def test_tokens_that_do_not_fit_are_refused_before_any_is_stored(kind: str) -> N
 @torch.no_grad()
 def test_a_dtype_other_than_the_caches_is_refused(kind: str) -> None:
     layer = layer_of(SMALL).float() if kind == "nsa" else DenseAttention(24, 4, 2, 8)
-    x, cache = torch.randn(1, 21, 24), layer.new_cache()
+    x, cache = torch.randn(1, 23, 24), layer.new_cache()
     layer(x[:, :20], cache)  # type: ignore[arg-type]
-    refused = pytest.raises(InputError, match=r"^dtype: torch.bfloat16: continue in torch.float32")
-    with torch.autocast("cpu", torch.bfloat16), refused:
-        layer(x[:, 20:], cache)  # type: ignore[arg-type]
+    for tokens in (1, 3):
+        refused = pytest.raises(InputError, match=r"^dtype: torch.bfloat16: continue in torch.float32")
+        with torch.autocast("cpu", torch.bfloat16), refused:
+            layer(x[:, 20 : 20 + tokens], cache)  # type: ignore[arg-type]
     assert cache.length == 20
 
 
@@ -141,6 +142,16 @@ def test_gradients_behind_a_cache_are_refused(kind: str, tokens: int) -> None:
     with pytest.raises(InputError, match=r"^cache: gradients are enabled: continue it under torch.no_grad"):
         layer(x[:, 20 : 20 + tokens], cache)  # type: ignore[arg-type]
     assert cache.length == 20
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@torch.no_grad()
+def test_tokens_that_replays_of_a_graph_stored_are_counted_by_a_prefill(kind: str) -> None:
+    layer = layer_of(SMALL) if kind == "nsa" else DenseAttention(24, 4, 2, 8).double()
+    x, cache = torch.randn(1, 30, 24, dtype=torch.float64), layer.new_cache(30)
+    layer(x[:, :23], cache)  # type: ignore[arg-type]
+    cache.note_length(20)  # all that the host knows of
+    torch.testing.assert_close(layer(x[:, 23:], cache), layer(x)[:, 23:])  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -105,28 +105,32 @@ def test_a_process_and_its_group_do_not_outlive_its_parent(how: str, tmp_path: P
 
 
 SHEDDING = """
-    import subprocess, sys, time
+    import subprocess, sys, threading, time
     from jobs.process.messages import Beat
     def answer(command, channel):
+        threading.Thread(target=of_a_thread, args=[channel]).start()
+        time.sleep(600)
+    def of_a_thread(channel):  # whose children the kernel lists apart from the main thread's
+        own = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
         start = "print(subprocess.Popen(['sleep', '600'], start_new_session=True, env={}, stdout=2).pid)"
         daemon = subprocess.run([sys.executable, "-c", f"import subprocess; {start}"], stdout=subprocess.PIPE, env={})
-        channel.send(Beat(daemon.stdout.decode().strip()))
+        channel.send(Beat(f"{daemon.stdout.decode().strip()} {own.pid}"))
         time.sleep(600)
 """
 
 
-def test_a_daemon_without_the_points_variables_ends_with_the_point_that_died(tmp_path: Path) -> None:
+def test_daemons_without_the_points_variables_end_with_the_point_that_died(tmp_path: Path) -> None:
     (tmp_path / "shedding.py").write_text(textwrap.dedent(SHEDDING))
     child = Child("shedding:answer", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     watch = DeadlineWatch(child)
     child.send(Probe("cpu"))
     while not watch.phase:
         watch.step()
-    daemon = psutil.Process(int(watch.phase))
-    assert daemon.environ() == {}
+    daemons = [psutil.Process(int(pid)) for pid in watch.phase.split()]
+    assert [daemon.environ() for daemon in daemons] == [{}, {}]
     os.kill(child.pid, signal.SIGKILL)
     child.discard()
-    assert not is_alive(daemon)
+    assert not any(map(is_alive, daemons))
 
 
 COMPILING = """

@@ -109,7 +109,9 @@ def test_the_path_of_a_proxy_is_part_of_the_address(settings: Settings, monkeypa
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_address(settings: Settings) -> None:
+def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_address(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=bench.example", "-keyout", "key"]
     subprocess.run([*made, "-out", "cert"], cwd=settings.home, check=True, capture_output=True)
     (settings.home / ".streamlit").mkdir()  # HOME is the same
@@ -126,6 +128,8 @@ def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_add
     for text, path in (("no TOML", ""), ("server = 5", ""), ('[server]\nbaseUrlPath = "/my nsa/"', "/my%20nsa")):
         own.write_text(text)
         assert services.local_services(settings)[1].url == f"http://127.0.0.1:{settings.dashboard_port}{path}"
+    monkeypatch.setenv("STREAMLIT_SERVER_SSL_CERT_FILE", "cert")
+    assert services.local_services(settings)[1].url.startswith("https://")
 
 
 def test_a_host_that_is_not_this_one_is_named_before_anything_is_started(settings: Settings) -> None:

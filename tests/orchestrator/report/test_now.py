@@ -129,6 +129,10 @@ def test_the_wait_is_estimated_by_the_pace_of_the_runs_that_measure(store: Store
     assert why("two") == f"{unknown}, within about 2 h", "the longest of both"
     store.beat(rec.Progress("train", "train/0", ago(60), "train", 250, 1000, 2.5))
     assert why() == unknown, "silent for an hour"
+    assert [each["Last sign"].endswith("is its driver alive?") for each in lines(store, "Measuring")] == [False, True]
+    store.beat(rec.Progress("train", "train/0", NOW, "train", 250, 1000, 2.5))
+    store.apply_many(begin("sweep", 40, points=4, resumed=1)[:1])
+    assert why() == unknown, "points that a resumed run kept took none of its time"
 
 
 def test_the_last_day_begins_with_failures(store: Store) -> None:

@@ -39,6 +39,10 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
         (MEMORY | {"unit": "GiB", "at_most": 1}, "unit: 'GiB': peak_memory is in 'MiB'; write that"),
         (ratio("time", "peak_memory", at_most=1), "denominator: 'peak_memory' is in MiB, 'time' in ms; use one unit"),
         (MEMORY | {"at_least": 1.0}, "at_least: of peak_memory lower is better, so that only too good ones"),
+        (
+            MEMORY | {"at_least": 1.0, "where": {"implementation": ["dense", "triton"]}},
+            "at_least: of peak_memory lower is better",
+        ),
         (ratio("throughput", "throughput", at_least=0.0), "at_least: 0: nothing is below it; give a bound"),
         ({"kind": "exponent", "metric": "time", "at_least": -1.0}, "at_least: -1: nothing is below it"),
         (MEMORY | {"proof": "longst", "at_most": 1}, "proof: 'longst': no kind measures it; use longest"),
