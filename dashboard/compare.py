@@ -25,7 +25,7 @@ _WIDEST = 0.1  # a ratio this far from 1 has the full colour
 def page() -> None:
     st.title("Compare")
     store = data.open_store()
-    runs = data.runs(store, origin=Origin.MEASURED)
+    runs = data.names(store, Origin.MEASURED)
     if len(runs) < 2:
         help_pages.nothing_yet()
         return

@@ -46,6 +46,7 @@ DOWNLOAD_BYTES = 1 << 30  # a larger file is not offered: a download passes thro
 _read = st.cache_data(ttl=CACHE_SECONDS, max_entries=200, show_spinner=False, hash_funcs={Store: id})
 
 runs = _read(queries.runs)
+names = _read(queries.names)
 run = _read(queries.run)
 points = _read(queries.points)
 point = _read(queries.point)

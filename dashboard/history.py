@@ -19,7 +19,7 @@ from orchestrator.report.history import History, all_changes, changes_table, dif
 def page() -> None:
     st.title("History")
     store = data.open_store()
-    runs = data.runs(store, origin=Origin.MEASURED)
+    runs = data.names(store, Origin.MEASURED)
     if len(runs) < 2:
         help_pages.nothing_yet()
         return

@@ -47,7 +47,7 @@ def _list_page(store: Store) -> None:
     columns = st.columns([3, 2, 2, 2], vertical_alignment="bottom")
     hint = "id, name, source, host, person, tag or note"
     text = columns[0].text_input("Search", placeholder=hint, icon=":material/search:", key="text", bind="query-params")
-    options = {"origin": list(Origin), "state": list(RunState), "kind": sorted(data.runs(store)["kind"].unique())}
+    options = {"origin": list(Origin), "state": list(RunState), "kind": sorted(data.names(store)["kind"].unique())}
     filters = {"text": text or None}
     for column, (name, values) in zip(columns[1:], options.items(), strict=True):
         title, shown = name.capitalize(), [str(value) for value in values]

@@ -57,7 +57,7 @@ _PLACE = (
 _STEPS = (  # of the trainings that run, as shares of all their steps: a training is one point for hours
     select(func.sum(cast(Newest.done, Double) / func.nullif(Newest.total, 0)))
     .join(Point, OF_NEWEST)
-    .where(Point.run_id == Run.id, _RUNNING, Newest.phase.startswith("train"))
+    .where(Run.state == RunState.RUNNING, Point.run_id == Run.id, _RUNNING, Newest.phase.startswith("train"))
     .scalar_subquery()
 )
 _UNDER_WAY = func.coalesce(_STEPS, 0.0).label("under_way")
@@ -133,6 +133,12 @@ def run(store: Store, run_id: str) -> dict[str, Any] | None:
     return next(iter(_mappings(store, runs_of(select(Run.id).where(Run.id == run_id)).add_columns(*more))), None)
 
 
+def names(store: Store, origin: Origin | None = None) -> pd.DataFrame:
+    """Id, name, kind and spec_hash of the runs, newest first; `runs` counts their points as well."""
+    query = select(Run.id.label("run_id"), Run.name, Run.kind, Run.spec_hash).order_by(*_NEWEST_FIRST)
+    return _frame(store, query if origin is None else query.where(Run.origin == origin))
+
+
 def repeats(store: Store, run_ids: Sequence[str], without: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Measured runs of the same names as these, and their spec and commit, which another of them has, too; by id."""
     names = select(Run.name).where(Run.id.in_(run_ids))
@@ -153,13 +159,17 @@ def specs(store: Store, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
 def headlines(store: Store, run_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The headline figure of runs, by id: of the first headline quantity that a run has, at its longest length, of the
     first point there. Columns of v_metrics."""
-    declared, ids = models.DeclaredQuantity, v_metrics.c.run_id
-    of_run = and_(declared.run_id == ids, declared.name == v_metrics.c.metric, declared.role == Role.HEADLINE)
-    order = (declared.position, func.coalesce(v_metrics.c.seq_len, 0).desc(), Point.number)
-    place = func.row_number().over(partition_by=ids, order_by=order).label("place")
-    rows = select(v_metrics, place).join(declared, of_run).join(Point, Point.id == v_metrics.c.point_id)
-    found = rows.where(ids.in_(run_ids)).subquery()
-    return {row["run_id"]: row for row in _mappings(store, select(found).where(found.c.place == 1))}
+    declared, length = models.DeclaredQuantity, func.coalesce(Point.__table__.c.seq_len, 0)
+    having = select(Point.id).join(Point.metrics).where(Point.run_id == declared.run_id, Metric.name == declared.name)
+    headline = declared.run_id.in_(run_ids), declared.role == Role.HEADLINE, having.correlate(declared).exists()
+    place = func.row_number().over(partition_by=declared.run_id, order_by=declared.position).label("place")
+    first = select(declared.run_id, declared.name, place).where(*headline).subquery()
+    longest = select(Point.id).join(Point.metrics).where(Point.run_id == first.c.run_id, Metric.name == first.c.name)
+    longest = longest.order_by(length.desc(), Point.number).limit(1).correlate(first).scalar_subquery()
+    chosen = {tuple(row) for row in _fetched(store, select(longest, first.c.name).where(first.c.place == 1))}
+    ids, names = {point_id for point_id, _ in chosen}, {name for _, name in chosen}
+    rows = _mappings(store, select(v_metrics).where(v_metrics.c.point_id.in_(ids), v_metrics.c.metric.in_(names)))
+    return {row["run_id"]: row for row in rows if (row["point_id"], row["metric"]) in chosen}
 
 
 def points(store: Store, run_id: str) -> pd.DataFrame:

@@ -68,7 +68,7 @@ def runs_of(chosen: sa.Select | None = None, state: RunState | None = None) -> s
     """
     ends = (PointState.OK, PointState.SKIPPED, PointState.RUNNING, PointState.PENDING, PointState.CANCELLED)
     counted = {"failed": FAILS, "answered": _ANSWERS, **{each.value: Attempt.state == each for each in ends}}
-    measured_again = sa.and_(AGAIN, Newest.state.in_((PointState.PENDING, PointState.RUNNING)))
+    measured_again = Newest.state.in_((PointState.PENDING, PointState.RUNNING))
     points = (
         sa.select(
             Point.run_id,
@@ -79,7 +79,7 @@ def runs_of(chosen: sa.Select | None = None, state: RunState | None = None) -> s
             sa.func.max(Environment.gpu).label("gpu"),
         )
         .join(Point.outcome)
-        .join(Newest, OF_NEWEST)
+        .join(Newest, sa.and_(OF_NEWEST, AGAIN), isouter=True)
         .join(Environment, Environment.id == Attempt.environment_id, isouter=True)
         .group_by(Point.run_id)
     )
