@@ -29,7 +29,7 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
             "State": parts.sign(row["state"], parts.RUN_STATES) + run_in_words(row).removeprefix(row["state"]),
             "Ended": 100 * parts.progress(row),
             "Points": parts.tally(row),
-            "Headline figure": named((note := notes[row["run_id"]]).figure),
+            "Headline figure": (note := notes[row["run_id"]]).figure,
             "Differs from the one below": note.differs,
             "Started": row["created_at"],
             "Took": took(row),
@@ -54,7 +54,7 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
 
 def results_first(table: Table) -> pd.DataFrame:
     """Rows of a table of results with these first: long shapes would push them out of sight."""
-    frame = pd.DataFrame(table.rows, columns=list(table.columns)).replace("triton", NSA)
+    frame = pd.DataFrame(table.rows, columns=list(table.columns)).replace("nsa", NSA)
     first = [name for name in ("result", "ratio", "before", "after") if name in frame]
     return frame.reindex(columns=[*first, *frame.columns.drop(first)])
 
@@ -143,7 +143,7 @@ def numbers(frame: pd.DataFrame, key: str) -> str | None:
     """Draw a grid of measurements (`queries.scaling`). Returns the clicked one's point's id, or None."""
     axes = [axis.name for axis in AXES if axis.name in ("implementation", "workload", "pass", "seq_len", "batch")]
     names = ["origin", "run_name", *axes, *more_columns(frame.columns), "metric", "value", "unit"]
-    table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True).replace("triton", NSA)
+    table = frame.loc[:, [*names, "ci_low", "ci_high", "gpu", "point_id"]].reset_index(drop=True).replace("nsa", NSA)
     return _clicked(table, frame["point_id"].to_list(), {}, key)
 
 

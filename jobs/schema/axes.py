@@ -39,6 +39,9 @@ class Axis:
 # A kind's own, of those with a model: the sizes of one that is no preset, and what differs of its nsa.
 MODEL = Axis("model", "text", "model's sizes", size=400)
 
+# The name in views, rules and reports of an implementation that specs and points name by its backend.
+RESULTS_NAME = {"triton": "nsa"}
+
 MORE = "axis_"  # prefix of the columns of frames and exports with a kind's own axes
 
 

@@ -145,7 +145,7 @@ def bisect(
 
 @app.command()
 def history(
-    words: Annotated[list[str] | None, typer.Argument(help="only cells with these, e.g. triton forward 2048")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="only cells with these, e.g. nsa forward 2048")] = None,
     metric: Metric = "time",
     name: Annotated[str | None, typer.Option(help="only runs of this name, as `nsa runs` lists them")] = None,
     threshold: Threshold = 2.0,

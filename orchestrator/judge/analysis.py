@@ -6,6 +6,7 @@ figures, machines or configurations.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,14 @@ from jobs.schema.axes import AXES, more_columns
 from jobs.schema.quantities import Plot
 from orchestrator.judge.growth import NORMAL_INTERVAL, Growth, LocalSlope, fit_growth, local_slopes
 
+NSA = "NSA (Triton)"
 _CURVE_POINTS = 61
+_BACKEND = re.compile(r"^nsa(?=$| )|(?<![\w-])triton(?![\w-]| *\d)")  # not the package, with its version
+
+
+def named(words: str) -> str:
+    """The name of an implementation, or a point's label, as people read it: the project's own is NSA (Triton)."""
+    return _BACKEND.sub(NSA, words)
 
 
 def series_columns(columns: Iterable[str]) -> list[str]:

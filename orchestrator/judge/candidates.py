@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
-from orchestrator.judge.analysis import surroundings
+from orchestrator.judge.analysis import named, surroundings
 from orchestrator.judge.evidence import Run
 from orchestrator.judge.rules import ExponentRule, MetricRule, RatioRule, Rule, StatesRule
 from orchestrator.judge.scope import Row, Scope, Where
@@ -65,7 +65,7 @@ def _exponents(rule: ExponentRule, run: Run, scope: Scope) -> Found:
     several = f", the worst of {len(fits)} series" if len(fits) > 1 else ""
     candidates = []
     for fit in fits:
-        series = f"{fit.series['implementation']} {fit.series['pass']}"
+        series = f"{named(fit.series['implementation'])} {fit.series['pass']}"
         series += "".join(f" [{text}]" for text in surroundings(fit.series))
         exponent, low, high = fit.exponent, fit.ci_low, fit.ci_high
         if fit.refused and fit.mix is not None:
@@ -86,7 +86,7 @@ def _metrics(rule: MetricRule, run: Run, scope: Scope) -> Found:
     candidates = []
     for row in rows:
         value, shown = (abs(row["value"]), "abs(value)") if rule.absolute else (row["value"], "value")
-        what = f"{row['label']}: {rule.metric} {readable(row['value'], row['unit'])}{several}"
+        what = f"{named(row['label'])}: {rule.metric} {readable(row['value'], row['unit'])}{several}"
         query = f"SELECT {shown} FROM v_metrics WHERE {_is_metric(row)}"
         candidates.append(Candidate(value, [row["point_id"]], what, query=query, seq_len=row["seq_len"]))
     unit = rows[0]["unit"] if rows else rule.unit
@@ -100,8 +100,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     if not tops:
         return Found([])
     # Both sides of a ratio agree in the columns `same`, and in all kind-specific axes that the rule does not name.
-    named = {MORE + name for side in (above, below) for name in side.where.axes}
-    same = (*rule.same, *({name for row in (*tops, *bottoms) for name in more_columns(row)} - named))
+    chosen = {MORE + name for side in (above, below) for name in side.where.axes}
+    same = (*rule.same, *({name for row in (*tops, *bottoms) for name in more_columns(row)} - chosen))
     under: dict[tuple, list[Row]] = defaultdict(list)
     for row in bottoms:
         under[tuple(row.get(name) for name in same)].append(row)
@@ -116,8 +116,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     for top, bottom in pairs:
         ratio = top["per_sequence"] / bottom["per_sequence"]
         points = list(dict.fromkeys([top["point_id"], bottom["point_id"]]))
-        other = f" of {bottom['label']}" if len(points) > 1 else ""
-        what = f"{top['label']}: {above.metric} {readable(top['per_sequence'])} against "
+        other = f" of {named(bottom['label'])}" if len(points) > 1 else ""
+        what = f"{named(top['label'])}: {above.metric} {readable(top['per_sequence'])} against "
         what += f"{readable(bottom['per_sequence'])}{other}{several}"
         sides = f"{_is_metric(top, 'a.')} AND {_is_metric(bottom, 'b.')}"
         query = f"SELECT a.per_sequence / b.per_sequence FROM v_metrics a, v_metrics b WHERE {sides}"

@@ -30,7 +30,7 @@ from orchestrator.judge.scope import LENGTH, Hardware, Row, Scope, Where, is_amo
 from orchestrator.settings import SOURCES
 from orchestrator.store import Store, models
 from orchestrator.store.models import Attempt, Environment, Metric, Point
-from orchestrator.store.views import v_metrics, v_points
+from orchestrator.store.views import AXIS_COLUMNS, v_metrics, v_points
 
 Series = tuple[Any, ...]
 _SERIES = (*(axis.name for axis in AXES if axis.in_series), "gpu", "kind")
@@ -298,9 +298,9 @@ def _outline(
 def _groups(store: Store, run_ids: Sequence[str] | None) -> dict[str, tuple[Sequence[Any], ...]]:
     """The points of each measured run by state and coordinates but the length."""
     # JSON has no equality on Postgres, and its text has. Equal axes in another order come together in `_outline`.
-    table = Point.__table__.c
-    columns = (Point.run_id, Attempt.state, Environment.gpu, cast(Point.more_axes, Text), *(table[a] for a in _AXES))
-    length = table[LENGTH]
+    axes = (AXIS_COLUMNS[name] for name in _AXES)
+    columns = (Point.run_id, Attempt.state, Environment.gpu, cast(Point.more_axes, Text), *axes)
+    length = AXIS_COLUMNS[LENGTH]
     query = (
         select(*columns, func.count(), func.count(length), func.aggregate_strings(cast(length, Text), ","))
         .select_from(Point)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
-from jobs.schema.axes import AXES, MODEL, MORE
+from jobs.schema.axes import AXES, MODEL, MORE, RESULTS_NAME
 from jobs.schema.training_plan import CONTEXT, PACK
 
 LENGTH = "seq_len"
@@ -85,6 +85,9 @@ class _Where(Strict):
         """The requested values by column, of the fields that are given."""
         found = {"gpu": self.gpu, "kind": self.job, "run_name": self.run_name}
         found |= {axis.name: getattr(self, axis.attribute) for axis in AXES}
+        if names := found["implementation"]:
+            names = (names,) if isinstance(names, str) else names
+            found["implementation"] = tuple(RESULTS_NAME.get(name, name) for name in names)
         found |= {MORE + name: requested for name, requested in self.axes.items()}
         return {column: requested for column, requested in found.items() if requested is not None}
 

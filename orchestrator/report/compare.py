@@ -22,7 +22,7 @@ from jobs.schema.plain_text import shortened
 from jobs.schema.quantities import PEAK_EXTRA_MEMORY, PEAK_MEMORY, Better, Quantity, readable
 from jobs.schema.states import FAILED, PointState
 from orchestrator.errors import UserError
-from orchestrator.report.series import full_shape, text
+from orchestrator.report.series import full_shape, named, text
 from orchestrator.report.table import Table, flat
 from orchestrator.store import Store, queries
 
@@ -282,14 +282,14 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
 
 
 def summary(comparison: Comparison) -> str:
-    """The result in a line: "12 cells: 2 slower, 1 faster, 9 same; mean ratios: dense 0.999, triton 1.011"."""
+    """The result in a line: "12 cells: 2 slower, 1 faster, 9 same; mean ratios: dense 0.999, NSA (Triton) 1.011"."""
     counted = Counter(cell.change for cell in comparison.cells)
     parts = [f"{counted[change]} {word(change, comparison.quantity)}" for change in Change if counted[change]]
     logs: dict[str, list[float]] = defaultdict(list)
     for each in comparison.cells:
         if not math.isnan(each.ratio):
             logs[dict(each.cell).get("implementation", "")].append(math.log(each.ratio))
-    means = [f"{name} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
+    means = [f"{named(name)} {math.exp(sum(some) / len(some)):.3f}" for name, some in sorted(logs.items())]
     lacking = [
         f"{side} lacks {reasons.total()} cells ({', '.join(f'{number} {why}' for why, number in reasons.items())})"
         for side, reasons in comparison.missing.items()

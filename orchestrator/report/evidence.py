@@ -16,7 +16,7 @@ import yaml
 from markupsafe import Markup
 from pydantic_core import to_jsonable_python
 
-from jobs.schema.axes import AXES, MORE
+from jobs.schema.axes import AXES, MORE, RESULTS_NAME
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import scaling_fits
@@ -29,7 +29,7 @@ from orchestrator.store import Store, queries
 Row = Mapping[Any, Any]
 LoadSpec = Callable[[str, Sequence[str]], Any]  # reads a ready spec by its file's name, with settings. Raises UserError
 ANY = object()  # any value of an axis, or none
-_COLUMNS = {axis.name for axis in AXES} | {"label"}
+_COLUMNS = {axis.name for axis in AXES} | {"label", "backend"}
 _OPEN = (PointState.PENDING, PointState.RUNNING, PointState.CANCELLED, PointState.LOST)
 _LINEAR, _QUADRATIC = 1.25, 1.7  # exponents up to which, and from which on, a growth is called so
 
@@ -179,7 +179,7 @@ class Spec:
 
     def growth(self, metric: str, implementation: str, pass_: str) -> str:
         """A fitted growth, in words; or the spec that would measure it."""
-        run = self.newest
+        run, implementation = self.newest, RESULTS_NAME.get(implementation, implementation)
         for fit in self._evidence.fits(run["run_id"]) if run else ():
             if (fit.metric, fit.series["implementation"], fit.series["pass"]) == (metric, implementation, pass_):
                 if fit.refused:
@@ -245,6 +245,8 @@ def device(run: Row) -> str:
 
 def _matches(row: Row, axes: Mapping[str, object]) -> bool:
     for name, wanted in axes.items():
+        if name == "implementation" and wanted == row["backend"]:
+            continue
         value = row.get(name if name in _COLUMNS else MORE + name)
         none = value is None or value != value  # NaN
         if wanted is ANY or (wanted is None and none):

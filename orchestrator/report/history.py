@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row
 
-from jobs.schema.axes import AXES, MORE
+from jobs.schema.axes import AXES, MORE, RESULTS_NAME
 from jobs.schema.quantities import Better, Quantity, readable
 from orchestrator.errors import UserError
 from orchestrator.git import git
@@ -80,7 +80,7 @@ class History:
 
     @property
     def label(self) -> str:
-        """The cell in words: "triton forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
+        """The cell in words: "nsa forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
         where = {"settings": self.settings, "kind": dict(self.cell)["kind"], "card": self.gpu or "CPU"}
         named = {"S", "batch"}
         parts = {**compare.coordinates(self.cell), **where}
@@ -191,7 +191,8 @@ def _settings(config: str) -> Mapping[str, Any]:
 
 
 def _words(label: str) -> set[str]:
-    return {*re.split("[ ,=]+", label), *label.split()}
+    said = {*re.split("[ ,=]+", label), *label.split()}
+    return said | {name for name, ours in RESULTS_NAME.items() if ours in said}
 
 
 def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:

@@ -19,7 +19,7 @@ from orchestrator.store import Store, queries
 
 _MOST = 3  # differences that are shown
 _VALUE = 30  # characters of one
-_OURS = ("chunked", "triton")  # NSA on a CPU and on a GPU
+_OURS = ("chunked", "nsa")  # NSA on a CPU and on a GPU
 _LOSS = "heldout_loss"
 _OF_A_RUN = ("run_id", "run_name", "source", f"{MORE}steps")
 _OF_RANKS = [MORE + name for name in ("ranks", "parallel", "micro_batch", "context_parallel")]  # one rank has none
@@ -92,7 +92,7 @@ def answer(store: Store, run_id: str) -> str:
                 both.append((nsa[0], others[0]))
         if both:
             told.append(_beside(*both[-1], quantity))
-    told += [] if told else [named(_figure(queries.headlines(store, [run_id]).get(run_id)))]
+    told += [] if told else [_figure(queries.headlines(store, [run_id]).get(run_id))]
     return "; ".join(filter(None, [*told, *_efficiency(store, numbers)]))
 
 
@@ -138,7 +138,8 @@ def _figure(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
     length = "" if row["seq_len"] is None else f" at S={row['seq_len']:,}"
-    return f"{row['metric']} {readable(row['value'], row['unit'])}: {row['implementation'] or row['label']}{length}"
+    what = named(row["implementation"] or row["label"])
+    return f"{row['metric']} {readable(row['value'], row['unit'])}: {what}{length}"
 
 
 def _differences(spec: Mapping[str, Any], below: Mapping[str, Any]) -> str:

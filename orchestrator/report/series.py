@@ -6,7 +6,6 @@ and from one another also for the colour-blind.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jobs.schema.axes import MORE, more_columns
 from jobs.schema.quantities import Quantities
-from orchestrator.judge.analysis import series_columns, surroundings
+from orchestrator.judge.analysis import NSA, named, series_columns, surroundings
 
 Row = Mapping[Any, Any]
 
@@ -40,7 +39,7 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    "triton": Look(BLUE, "circle"),
+    **dict.fromkeys((NSA, "nsa", "triton"), Look(BLUE, "circle")),
     "chunked": Look(SKY, "triangle-up"),
     "naive": Look(VERMILLION, "square"),
     "dense": Look(GREEN, "diamond"),
@@ -57,16 +56,6 @@ LOOKS = {
     "native-sparse-attention-triton": Look(PERIWINKLE, "triangle-down"),
     "flash-linear-attention": Look(BROWN, "cross"),
 }
-
-NSA = "NSA (Triton)"
-LOOKS[NSA] = LOOKS["triton"]
-_BACKEND = re.compile(r"(?<![\w-])triton(?![\w-]| *\d)")  # not the package, with its version
-
-
-def named(words: str) -> str:
-    """A name, or a label with it, as people read it: the backend "triton" is NSA itself."""
-    return _BACKEND.sub(NSA, words)
-
 
 # Coordinates that distinguish series, most telling first; kind-specific axes follow.
 _TELLING = ("metric", "pass", "workload", "shape", "dtype", "gpu", "device", "env", "python", "run_name", "run_id")

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+from jobs.schema.axes import RESULTS_NAME
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import Better, Quantities
 from jobs.specs.kinds import kinds, offered_kinds
@@ -38,6 +39,7 @@ def misdirected(gates: Gates) -> Iterator[str]:
     from nsa_core.backends import backend_names  # with PyTorch, which a driver without rules of its own does not need
 
     names = [*backend_names(), *WINDOW_ALONE, *DENSE_KERNELS, *peer_names(), *get_args(drill.Behaviour)]
+    names += RESULTS_NAME.values()
     if offered_kinds():  # with implementations of their own
         names = []
     declared = Quantities(quantity for kind in kinds().values() for quantity in kind.QUANTITIES)

@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 from sqlalchemy import Double, Row, Select, Table, Text, and_, case, cast, func, or_, select
 from sqlalchemy.types import DateTime, Enum, Float, Integer, TypeDecorator
 
-from jobs.schema.axes import AXES, MORE
+from jobs.schema.axes import MORE
 from jobs.schema.quantities import Quantities, Quantity, Role
 from jobs.schema.states import FAILED, Origin, PointState, RunState, reason_in_words
-from orchestrator.store import models
+from orchestrator.store import models, views
 from orchestrator.store.models import Artifact, Attempt, Environment, Event, Metric, Point, Run, Series
 from orchestrator.store.store import Store
 from orchestrator.store.views import AGAIN, FAILS, OF_NEWEST, Newest, runs_of, v_metrics, v_points, v_scaling
@@ -51,7 +51,7 @@ _DETAILS = _POINTS.add_columns(Point.config, Environment.content.label("environm
 )
 # Where a point stands: coordinates, then its kind's own as JSON text, and its configuration so.
 _PLACE = (
-    *(Run.kind, *(Point.__table__.c[axis.name] for axis in AXES), Environment.gpu),
+    *(Run.kind, *views.AXIS_COLUMNS.values(), Environment.gpu),
     *(cast(column, Text).label(column.key) for column in (Point.more_axes, Point.config)),
 )
 _STEPS = (  # of the trainings that run, as shares of all their steps: a training is one point for hours
@@ -241,7 +241,7 @@ def readings(
     of_point = (Point.id.label("point_id"), cast(Attempt.route, Text).label("route"), Attempt.environment_id)
     query = _measured(metric, name, *_PLACE, Metric.value, Metric.p10, Metric.p90, *of_run, *of_point)
     for axis, values in (within or {}).items():
-        column = Point.__table__.c[axis]
+        column = views.AXIS_COLUMNS[axis]
         query = query.where(or_(column.in_([each for each in values if each is not None]), column.is_(None)))
     return _fetched(store, query.order_by(Run.created_at, Run.id, Point.number))
 

@@ -152,6 +152,7 @@ def _add_exported(report: Report, rows: list[Row]) -> None:
     axes: dict[str, Any] = {}
     for axis in AXES:
         axes[axis.attribute] = row.integer(axis.name) if axis.type == "whole" else row[axis.name] or None
+    axes["implementation"] = row["backend"] or axes["implementation"]
     for name in (name for name in more_columns(row) if row[name]):
         cell = row[name]
         whole = cell.removeprefix("-").isdecimal() and str(int(cell)) == cell

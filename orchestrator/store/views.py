@@ -1,9 +1,11 @@
 """The reporting views: each is written once, here, as a query. Python reads them as tables."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from sqlalchemy.orm import aliased
 
-from jobs.schema.axes import AXES
+from jobs.schema.axes import AXES, RESULTS_NAME
 from jobs.schema.states import FAILED, Origin, PointState, RunState
 from orchestrator.store.models import Attempt, Base, Environment, Point, Run
 
@@ -23,7 +25,10 @@ def _view(name: str, query: sa.Select) -> sa.Table:
 
 
 _RUN = (_run.c.id.label("run_id"), _run.c.name.label("run_name"), _run.c.origin, _run.c.source)
-_AXES = (*(_point.c[axis.name] for axis in AXES), _environment.c.gpu, _point.c.more_axes)
+_NAMES = [(_point.c.implementation == name, sa.literal_column(f"'{ours}'")) for name, ours in RESULTS_NAME.items()]
+AXIS_COLUMNS: dict[str, sa.ColumnElement[Any]] = {axis.name: _point.c[axis.name] for axis in AXES}
+AXIS_COLUMNS["implementation"] = sa.case(*_NAMES, else_=_point.c.implementation).label("implementation")
+_AXES = (*AXIS_COLUMNS.values(), _environment.c.gpu, _point.c.more_axes, _point.c.implementation.label("backend"))
 _OUTCOME = sa.and_(_attempt.c.point_id == _point.c.id, _attempt.c.number == _point.c.attempt)
 _POINTS = (
     _point.join(_run, _run.c.id == _point.c.run_id)
@@ -154,7 +159,7 @@ v_series = _view(
         _point.c.id.label("point_id"),
         _point.c.label,
         _attempt.c.state,
-        _point.c.implementation,
+        AXIS_COLUMNS["implementation"],
         _point.c.seq_len,
         _series.c.attempt,
         (_series.c.attempt == _point.c.attempt).label("latest"),

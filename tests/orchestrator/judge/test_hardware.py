@@ -161,6 +161,13 @@ def test_only_a_rule_that_says_so_is_about_models_of_ones_own_and_packed_trainin
     assert Scope(Where.model_validate({"axes": {axis.name: "on"}})).matches(row)
 
 
+@pytest.mark.parametrize("name", ["nsa", "triton", ["triton", "dense"], "ns*"])
+def test_a_rule_may_name_nsa_by_its_backend(name: str | list[str]) -> None:
+    where = Where.model_validate({"implementation": name})
+    assert where.matches({"implementation": "nsa"})
+    assert not where.matches({"implementation": "naive"})
+
+
 def test_a_forecast_rests_on_published_runs_of_as_many_points():
     content, machines = {"name": "scaling-m7c", "kind": "scaling"}, load_gates(None).hardware
     lines = forecast(content, 128, 1, machines)

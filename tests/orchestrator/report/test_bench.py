@@ -104,7 +104,7 @@ def test_dense_attention_of_another_run_counts_if_commit_and_card_are_the_same(
     for made in (sparse, dense):
         made.into(sqlite_store)
     text = report(sqlite_store, [RUN, "dense-alone"])
-    assert f"| triton | 1 | 4 | 640 {shown}" in table(text, f"Operator, {RUN}")
+    assert f"| nsa | 1 | 4 | 640 {shown}" in table(text, f"Operator, {RUN}")
     assert "Operator, dense-alone" not in text  # nothing to compare
     assert "| 640 | - | - | - | - |" in table(report(sqlite_store, [RUN]), "Operator")
 
@@ -114,11 +114,11 @@ def test_each_line_stands_beside_the_fastest_dense_and_the_best_peer(sqlite_stor
     shown = table(report(sqlite_store, [RUN]), "Operator")
     # At 8,192 the best peer takes 2.15 / 6.616 ms and 546 MiB; dense is fastest by another kernel in each pass.
     assert (
-        "| 12/2 d64 | 8,192 | 4 | triton | 1 | 4 | 640 | 2 / 1.5 | 2.15 / 1.654 | 0.8531 "
+        "| 12/2 d64 | 8,192 | 4 | nsa | 1 | 4 | 640 | 2 / 1.5 | 2.15 / 1.654 | 0.8531 "
         "| 2 / 6 (sdpa-cudnn, sdpa-flash) | 2.15 / 6.616 (Scalable-Flash-NSA, window by flash-attn-4) | 546 |"
     ) in shown
     # At 131,072 no peer was measured: no ratio and no failure.
-    assert "| 131,072 | 1 | triton | 1 | 4 | 2,424 | 3 / 1.5 | - | - | 3 / 6 (sdpa-flash) | - | - |" in shown
+    assert "| 131,072 | 1 | nsa | 1 | 4 | 2,424 | 3 / 1.5 | - | - | 3 / 6 (sdpa-flash) | - | - |" in shown
     assert shown.count("| 12/2 d64 |") == 4
 
 
@@ -127,7 +127,7 @@ def test_a_failed_point_shows_its_state_and_affects_no_other(sqlite_store: Store
     rows.add("triton", BOTH, 16384, state=PointState.OOM)
     rows.into(sqlite_store)
     text = report(sqlite_store, [RUN])
-    assert "| 12/2 d64 | 16,384 | 2 | triton | oom | oom | - | - | - | - | - | - | - |" in text
+    assert "| 12/2 d64 | 16,384 | 2 | nsa | oom | oom | - | - | - | - | - | - | - |" in text
     assert "| bench | 12/2 d64 dense forward S=131072 | oom | out of memory |" in text
     assert "nan" not in text.lower()
 
@@ -137,7 +137,7 @@ def test_stages_are_listed_by_length_slowest_first_with_gaps(sqlite_store: Store
     rows.staged(131072, selected=1.0, window=2.0, brand_new=0.5)
     rows.into(sqlite_store)
     text = report(sqlite_store, [RUN])
-    shown = table(text, "Stages of 12/2 d64, triton forward+backward")
+    shown = table(text, "Stages of 12/2 d64, nsa forward+backward")
     lines = [line for line in shown.splitlines() if line.startswith("|")]
     assert lines[0] == "| stage | 8,192 | 131,072 |"
     assert lines[2:] == [

@@ -134,8 +134,8 @@ def test_a_commit_is_compared_by_a_command(
     monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{tmp_path / 'nsa.db'}")
     done = nsa("compare", "ccccccc", "ddddddd", "--format", "md")
     assert done.code == 1
-    assert "2 cells: 1 slower, 1 same; mean ratios: triton 1.02" in done.out
-    assert "| triton | forward | 12/2 d64 | 8192 |" in done.out
+    assert "2 cells: 1 slower, 1 same; mean ratios: NSA (Triton) 1.02" in done.out
+    assert "| nsa | forward | 12/2 d64 | 8192 |" in done.out
     assert nsa("compare", "a", "a").code == 0
     sqlite_store.apply_many(records("other", "e" * 40, 2, {512: 1.0}))
     assert nsa("compare", "a", "other").code == 3, "no cell in common"
@@ -160,9 +160,9 @@ def test_a_cell_that_no_longer_runs_is_listed_with_its_state_and_fails(
     monkeypatch.setenv("NSA_DATABASE_URL", f"sqlite:///{tmp_path / 'nsa.db'}")
     done = nsa("compare", "a", "new", "--format", "md")
     assert done.code == 1
-    assert "3 cells: 1 failed, 1 same, 1 lacking; mean ratios: triton 1.0" in done.out
+    assert "3 cells: 1 failed, 1 same, 1 lacking; mean ratios: NSA (Triton) 1.0" in done.out
     assert "; new lacks 1 cells (1 not planned)" in done.out
-    results = [line.split("|")[-2].strip() for line in done.out.splitlines() if line.startswith("| triton")]
+    results = [line.split("|")[-2].strip() for line in done.out.splitlines() if line.startswith("| nsa")]
     assert results == ["failed; oom", "same", "lacking; skipped"]
 
 
@@ -183,7 +183,7 @@ def reference(sqlite_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_committed_runs_have_the_change_that_is_in_them_and_its_doubts(reference: Store) -> None:
-    found = histories(reference, words=("triton", "forward", "12/2", "2048", "slots=packed"))
+    found = histories(reference, words=("nsa", "forward", "12/2", "2048", "slots=packed"))
     assert [[reading.commit for reading in each.readings] for each in found] == [["f176e3e", "45fd17d", "535d8e5"]]
     slower, faster = found[0].changes
     assert (slower.before.commit, slower.after.commit, slower.change) == ("f176e3e", "45fd17d", Change.WORSE)
@@ -197,7 +197,7 @@ def test_a_command_lists_the_changes_and_the_readings_of_few_cells(reference: St
     done = nsa("history", "triton", "forward", "12/2", "2048", "--format", "md")
     assert done.code == 0
     assert "| 12/2 d64, slots=packed | 2048 | 16 | 0.8302 ms (f176e3e) | 0.9301 ms (45fd17d) | 1.109 |" in done.out
-    assert "| 2026-11-25 13:54 | 45fd17d | 20261125-135408-bench-9edf | 0.9301 ms |" in done.out
+    assert "| 2026-11-25 13:54 UTC | 45fd17d | 20261125-135408-bench-9edf | 0.9301 ms |" in done.out
     compare = "nsa compare 20261125-135408-bench-9edf 20261128-134541-bench-cf10 --metric time"
     assert compare in done.out, "its newest change"
     assert nsa("history", "triton", "nonsense").err.startswith("error: WORDS: 'triton nonsense': no cell ")

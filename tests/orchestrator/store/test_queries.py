@@ -9,15 +9,16 @@ from made_up_runs import attempt, planned
 from sqlalchemy import select, text
 
 from jobs.schema.states import Origin, PointState, RunState, run_in_words
-from orchestrator.store import Store, queries
+from orchestrator.store import Store, exporter, importer, queries
 from orchestrator.store.records import LabelRecord, MetricData, PointRecord, RunEndRecord, RunRecord
-from orchestrator.store.views import v_runs
+from orchestrator.store.views import v_runs, v_scaling
 
 DOCS = Path(__file__).parents[3] / "docs" / "database.md"
 RUN = "20261120-120000-demo-abcd"
 SCALING = (
     "run_id run_name origin source point_id label state implementation workload pass seq_len batch query_heads "
-    "kv_heads head_dim layers dtype device env python gpu metric unit value ci_low ci_high per_sequence ended_at plot"
+    "kv_heads head_dim layers dtype device env python gpu backend metric unit value ci_low ci_high per_sequence "
+    "ended_at plot"
 )
 
 
@@ -41,6 +42,17 @@ def filled(store: Store, sweep) -> Store:
         ]
     )  # fmt: skip
     return store
+
+
+def test_nsa_finds_the_projects_own_in_sql_and_again_in_an_imported_export(store: Store, sweep, tmp_path: Path):
+    store.apply_many(sweep(laws={"triton": 1.0, "dense": 2.0}))
+    run_id = queries.runs(store).run_id[0]
+    exporter.export(store, tmp_path / "export.csv", [run_id])
+    importer.import_file(store, tmp_path / "export.csv")
+    found = select(v_scaling.c.origin, v_scaling.c.backend).where(v_scaling.c.implementation == "nsa").distinct()
+    with store.session() as session:
+        assert sorted(map(tuple, session.execute(found))) == [("measured", "triton"), ("reported", "triton")]
+    assert {*queries.points(store, run_id).implementation} == {"nsa", "dense"}
 
 
 @pytest.mark.parametrize(

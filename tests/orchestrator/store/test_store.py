@@ -55,7 +55,7 @@ def test_a_change_of_the_tables_has_a_migration():
     """Set the digest to that of the new tables once a file in migrations/versions makes them of the older ones."""
     tables = [str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Base.metadata.sorted_tables]
     digest = hashlib.sha256("".join(tables).encode()).hexdigest()[:12]
-    assert (REVISIONS[-1], digest) == ("0002", "12efe16685fd")
+    assert (REVISIONS[-1], digest) == ("0003", "12efe16685fd")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_older_database_is_migrated(store: Store, database_url: str, sweep, k
         for column in ("run.person", "run.tags", "run.notes", "run.labelled_at", "point.answers"):
             session.execute(text("ALTER TABLE {} DROP COLUMN {}".format(*column.split("."))))
         session.execute(text("UPDATE alembic_version SET version_num = '0001'"))
-    assert upgrade(database_url) == ("0001", "0002")
+    assert upgrade(database_url) == ("0001", "0003")
     with Store.open(database_url) as migrated:
         assert rows_of(migrated) == before
         assert queries.runs(migrated)["tags"].tolist() == [""]
@@ -253,7 +253,7 @@ def test_postgres_is_migrated_only_when_asked(postgres_url: str):
     [
         (
             "ALTER TABLE attempt RENAME TO remeasurement",
-            "0002 of a version before 0.2.0, .* it: nsa import JOURNAL...$",
+            "0003 of a version before 0.2.0, .* it: nsa import JOURNAL...$",
         ),
         ("UPDATE alembic_version SET version_num = '9999'", "9999 of a newer version; update nsa-bench here$"),
     ],
