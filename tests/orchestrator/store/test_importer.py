@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -35,7 +36,6 @@ from orchestrator.store.records import (
     PointRecord,
     Record,
     RunEndRecord,
-    RunRecord,
     SeriesRecord,
     StartRecord,
 )
@@ -280,104 +280,71 @@ def other(new_database: Callable[[], str], store: Store) -> Iterator[Store]:
         yield opened
 
 
-class Life:
+def life(seed: int, sweep: Callable[..., list[Record]]) -> list[Record]:
     """A made-up run: its points start, end in any state, are tried again, resumed and left as a killed driver does."""
+    dice = random.Random(seed)
+    begun, *made = sweep(RUN, gpu="H200" if seed % 2 else None)
+    told: dict[str, Any] = {"submission_id": "raysubmit_1", "person": "ada", "artifact_store": "s3://bucket/nsa"}
+    told |= {"quantities": (TIME, Quantity("loss", "nat/byte", "Loss")), "axes": (Axis("chunks", "whole", "chunks"),)}
+    points = [record for record in made if isinstance(record, PointRecord)]
+    ok = {record.point_id: record for record in made if isinstance(record, OutcomeRecord)}
+    attempts = dict.fromkeys(ok, 0)
+    records: list[Record] = []
+    now = begun.at
 
-    def __init__(self, seed: int, sweep: Callable[..., list[Record]]) -> None:
-        self.random = random.Random(seed)
-        begun, *made = sweep(RUN, gpu="H200" if seed % 2 else None)
-        assert isinstance(begun, RunRecord)
-        self.now = begun.at
-        axes = (Axis("chunks", "whole", "chunks"),)
-        self.begun = begun.model_copy(
-            update={
-                "quantities": (TIME, Quantity("loss", "nat/byte", "Loss")),
-                "axes": axes,
-                "submission_id": "raysubmit_1",
-                "person": "ada",
-                "artifact_store": "s3://bucket/nsa",
-            }
-        )
-        self.points = [r for r in made if isinstance(r, PointRecord)]
-        self.ok = {r.point_id: r for r in made if isinstance(r, OutcomeRecord)}
-        self.attempts = dict.fromkeys((p.point_id for p in self.points), 0)
-        self.records: list[Record] = []
+    def later() -> dict[str, Any]:
+        nonlocal now
+        now += timedelta(seconds=dice.uniform(0.001, 9), microseconds=1)
+        return {"run_id": RUN, "at": now}
 
-    def later(self) -> dict:
-        self.now += timedelta(seconds=self.random.uniform(0.001, 9), microseconds=1)
-        return {"run_id": RUN, "at": self.now}
-
-    def run(self) -> list[Record]:
-        for resumed in range(self.random.randint(1, 3)):
-            self.resumed = resumed
-            if self.random.random() < 0.3:
-                self.now -= timedelta(days=1)  # resumed on a host whose clock is behind
-            at = self.later()["at"] if resumed else self.begun.at
-            self.records.append(self.begun.model_copy(update={"at": at, "resumed": resumed}))
-            for point in self.points:
-                if not resumed or self.random.random() < 0.5:
-                    self.plan(point)
-                    self.live(point)
-            if self.random.random() < 0.5:
-                self.records.append(LabelRecord(**self.later(), tags=("b", "a"), notes="why"))
-            end = self.random.choice([*RunState, None])
-            if end not in (None, RunState.PENDING, RunState.RUNNING):
-                self.records.append(self.end(end))
-        return self.records
-
-    def end(self, state: RunState) -> RunEndRecord:
-        reason = self.random.choice([None, "why"])
-        return RunEndRecord(**self.later(), state=state, reason=reason, resumed=self.resumed)
-
-    def plan(self, point: PointRecord) -> None:
-        skipped = self.random.random() < 0.2
-        changes = {
-            "attempt": self.attempts[point.point_id],
-            "resumed": self.resumed,
-            "axes": {**point.axes, "env": "A=1", "chunks": 4},
-            "state": PointState.SKIPPED if skipped else PointState.PENDING,
-            "reason": "needs 93 GiB" if skipped else None,
-        }
-        self.skipped = skipped
-        self.attempts[point.point_id] += skipped
-        self.records.append(point.model_copy(update={**self.later(), **changes}))
-
-    def live(self, point: PointRecord) -> None:
-        where = {"point_id": point.point_id}
-        for _ in range(self.random.choice([0, 0, 1, 1, 2]) if not self.skipped else 0):
-            self.attempts[point.point_id] += 1
-            where["attempt"] = attempt = self.attempts[point.point_id]
-            started = self.random.random() < 0.8
-            if started:
-                self.records.append(StartRecord(**self.later(), **where, node="node-1"))
-            began = self.now if started else None
-            if started and self.random.random() < 0.2:
-                return  # still running
-            steps = tuple(range(attempt))
-            told = {"steps": steps, "times": tuple(1.8e9 + 0.25 * n for n in steps), "values": tuple(map(float, steps))}
-            self.records.append(
-                SeriesRecord(run_id=RUN, at=self.now, **where, rank=1, name="loss", unit="nat/byte", **told)
-            )
-            state = self.random.choice(ENDS)
-            ok = self.ok[point.point_id]
-            more = {"metrics": ok.metrics, "route": ok.route} if state is PointState.OK else {"reason": "nul \0 byte"}
-            environment = ok.environment if started else {}
-            self.records.append(
-                OutcomeRecord(**self.later(), **where, state=state, started_at=began, environment=environment, **more)
-            )
-            file = ArtifactData(name=f"log{attempt}.txt", path=f"{RUN}/{attempt}", size=3, sha256="0", content="hi\n")
-            self.records.append(ArtifactRecord(**self.later(), **where, artifact=file))
-            event = EventRecord(**self.later(), point_id=point.point_id, level="warning", message="tried \0 again")
-            self.records.append(event)
-        if self.attempts[point.point_id] == 0 and self.random.random() < 0.3:  # as `nsa cancel` ends a waiting point
-            self.attempts[point.point_id] = 1
-            asked = {"attempt": 1, "state": PointState.CANCELLED, "reason": "asked to"}
-            self.records.append(OutcomeRecord.model_validate({**self.later(), **where, **asked}))
+    for resumed in range(1 + seed % 3):
+        if dice.random() < 0.3:
+            now -= timedelta(days=1)  # resumed on a host whose clock is behind
+        at = later() if resumed else {}
+        records.append(begun.model_copy(update={**told, **at, "resumed": resumed}))
+        for point in points:
+            if resumed and dice.random() < 0.5:
+                continue
+            where: dict[str, Any] = {"point_id": point.point_id}
+            plan = {"attempt": attempts[point.point_id], "axes": {**point.axes, "env": "A=1", "chunks": 4}}
+            skipped = dice.random() < 0.2
+            plan |= {"state": PointState.SKIPPED, "reason": "needs 93 GiB"} if skipped else {}
+            records.append(point.model_copy(update={**later(), **plan, "resumed": resumed}))
+            attempts[point.point_id] += skipped
+            for _ in range(0 if skipped else dice.choice([0, 0, 1, 1, 2])):
+                attempts[point.point_id] += 1
+                where["attempt"] = attempt = attempts[point.point_id]
+                ended: dict[str, Any] = {"state": dice.choice(ENDS), "reason": "nul \0 byte"}
+                if ended["state"] is PointState.OK:
+                    ended |= {"metrics": ok[point.point_id].metrics, "route": ok[point.point_id].route, "reason": None}
+                if dice.random() < 0.8:
+                    records.append(StartRecord(**later(), **where, node="node-1"))
+                    ended |= {"started_at": now, "environment": ok[point.point_id].environment}
+                    if dice.random() < 0.2:  # still running
+                        break
+                steps = tuple(range(attempt))
+                loss = {"name": "loss", "unit": "nat/byte", "rank": 1, "steps": steps}
+                loss |= {"times": tuple(1.8e9 + 0.25 * n for n in steps), "values": tuple(map(float, steps))}
+                file = {"name": f"log{attempt}.txt", "path": f"{RUN}/{attempt}", "size": 3, "sha256": "0"}
+                records.append(SeriesRecord(**later(), **where, **loss))
+                records.append(OutcomeRecord(**later(), **where, **ended))
+                records.append(ArtifactRecord(**later(), **where, artifact=ArtifactData(**file, content="hi\n")))
+                event = {"point_id": point.point_id, "level": "warning", "message": "tried \0 again"}
+                records.append(EventRecord(**later(), **event))
+            if attempts[point.point_id] == 0 and dice.random() < 0.3:  # as `nsa cancel` ends a waiting point
+                attempts[point.point_id] = 1
+                cancelled = {"attempt": 1, "state": PointState.CANCELLED, "reason": "asked to"}
+                records.append(OutcomeRecord(**later(), **where, **cancelled))
+        if dice.random() < 0.5:
+            records.append(LabelRecord(**later(), tags=("b", "a"), notes="why"))
+        if (end := dice.choice([*RunState, None])) not in (None, RunState.PENDING, RunState.RUNNING):
+            records.append(RunEndRecord(**later(), state=end, reason=dice.choice([None, "why"]), resumed=resumed))
+    return records
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_runs_records_give_the_same_rows_in_another_database(store: Store, other: Store, sweep, tmp_path, seed: int):
-    lived = Life(seed, sweep).run()
+    lived = life(seed, sweep)
     store.apply_many(lived)
     before = rows_of(store)
     told = exporter.records(store, RUN)
