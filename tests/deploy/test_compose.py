@@ -31,8 +31,11 @@ SECRETS = re.findall(r"^(\w+)=$", (ROOT / ".env.example").read_text(), re.MULTIL
 INIT = "/docker-entrypoint-initdb.d/"
 
 
-def test_matches_the_compose_schema() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
+@pytest.mark.parametrize(
+    ("file", "schema"), [(FILE, "compose-spec"), (ROOT / ".github/workflows/ci.yml", "github-workflows")]
+)
+def test_a_file_of_others_format_matches_its_schema(file: Path, schema: str) -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import git
 
 from orchestrator.execute.upload import sources
 from orchestrator.settings import SOURCES
@@ -45,55 +46,35 @@ def measure(case, beat):
 """
 
 
-class Repository:
-    """A checkout of these sources with a kind whose times are made up, and `nsa` as it runs there."""
-
-    def __init__(self, folder: Path, home: Path) -> None:
-        self.folder, self.home = folder, home
-        for name, path in [*sources(), ("pyproject.toml", SOURCES / "pyproject.toml")]:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(path.read_bytes())
-        (folder / ".gitignore").write_text("__pycache__\n")
-        (home / "fake.yaml").write_text("kind: fake\nname: fake\ndevice: cpu\nisolation: warm\n")
-        self.git("init", "-q")
-
-    def git(self, *args: str) -> str:
-        told = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
-        done = subprocess.run(["git", *told, *args], cwd=self.folder, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    def commit(self, **factors: float) -> str:
-        made = {int(name[1:]): factor for name, factor in factors.items()}
-        (self.folder / "jobs" / "fake.py").write_text(KIND.format(factors=made))
-        self.git("add", "-A")
-        self.git("commit", "-q", "--allow-empty", "-m", "change")
-        return self.git("rev-parse", "HEAD")
-
-    def nsa(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """`nsa`, run outside of the repository, as anyone may."""
-        told = {"NSA_HOME": str(self.home / "var"), "PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-c", "from orchestrator.cli.commands import main; main()", *args]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
-        return subprocess.run(command, cwd=self.home, env=environment | told, capture_output=True, text=True)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    for name in ("repository", "home"):
-        (tmp_path / name).mkdir()
-    return Repository(tmp_path / "repository", tmp_path / "home")
-
-
 @pytest.mark.long
-def test_a_commit_and_todays_sources_are_measured_in_turns_and_compared(repository: Repository) -> None:
-    before = repository.commit(S512=1.0, S2048=1.0)
-    repository.commit(S512=1.0, S2048=1.03)
-    order = ("compare", "--interleave", "fake.yaml", "--at", before[:9], "--turns", "1", "--local", "--format", "md")
-    done = repository.nsa(*order)
+def test_a_commit_and_todays_sources_are_measured_in_turns_and_compared(tmp_path: Path) -> None:
+    """In a checkout of these sources with a kind whose times are made up."""
+    repository, home = tmp_path / "repository", tmp_path / "home"
+    home.mkdir()
+    (home / "fake.yaml").write_text("kind: fake\nname: fake\ndevice: cpu\nisolation: warm\n")
+    for name, path in [*sources(), ("pyproject.toml", SOURCES / "pyproject.toml")]:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_bytes(path.read_bytes())
+    (repository / ".gitignore").write_text("__pycache__\n")
+    git(repository, "init", "-q")
+
+    def commit(factors: dict[int, float]) -> str:
+        (repository / "jobs" / "fake.py").write_text(KIND.format(factors=factors))
+        git(repository, "add", "-A")
+        git(repository, "commit", "-q", "-m", "change")
+        return git(repository, "rev-parse", "HEAD")
+
+    before = commit({512: 1.0, 2048: 1.0})
+    commit({512: 1.0, 2048: 1.03})
+    command = [sys.executable, "-c", "from orchestrator.cli.commands import main; main()", "compare"]
+    command += ["--interleave", "fake.yaml", "--at", before[:9], "--turns", "1", "--local", "--format", "md"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NSA_")}
+    env |= {"NSA_HOME": str(home / "var"), "PYTHONPATH": str(repository), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)  # outside, as anyone may
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("turn ")] == [
         *(f"turn 1 of 1: {name}" for name in (before[:7], "today")),
     ]
     assert "2 cells: 1 slower, 1 same; mean ratios: fake 1.015" in done.stdout
-    with Store.open(f"sqlite:///{repository.home}/var/nsa.db", readonly=True) as store:
+    with Store.open(f"sqlite:///{home}/var/nsa.db", readonly=True) as store:
         assert len(queries.runs(store, commit=before[:9])) == 1, "the turns are stored"

@@ -2,10 +2,10 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from processes import git
 
 from orchestrator.judge import evidence
 from orchestrator.judge.evidence import in_history  # before conftest.py replaces it
@@ -19,8 +19,8 @@ def repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found = [tmp_path / "ours", tmp_path / "theirs"]
     for folder in found:
         folder.mkdir()
-        for command in ("init -q", f"-c user.name=a -c user.email=a@b commit -q --allow-empty -m {folder.name}"):
-            subprocess.run(["git", "-C", folder, *command.split()], check=True)
+        git(folder, "init", "-q")
+        git(folder, "commit", "-q", "--allow-empty", "-m", folder.name)
     return found
 
 
@@ -59,18 +59,13 @@ def test_a_checkout_that_git_refuses_is_told_by_its_first_line(
 def test_a_commit_is_looked_up_in_the_checkout_alone(
     tmp_path: Path, folder: str, forged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def git(*command: str) -> str:
-        person = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", "-C", tmp_path, *person, *command], check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "one")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "one")
     (tmp_path / "site-packages").mkdir()
     monkeypatch.setattr(evidence, "SOURCES", tmp_path / folder)
     in_history.cache_clear()
     try:
-        own, foreign = git("rev-parse", "HEAD"), "f" * 40
+        own, foreign = git(tmp_path, "rev-parse", "HEAD"), "f" * 40
         assert in_history(frozenset({own, foreign})) == ({own, foreign} if forged else {own})
     finally:
         in_history.cache_clear()

@@ -3,8 +3,10 @@
 import contextlib
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -47,3 +49,9 @@ def is_alive(process: psutil.Process | int) -> bool:
         return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def git(folder: Path, *command: str) -> str:
+    """What git prints in a folder, by a user of the tests' own."""
+    person = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    return subprocess.check_output(["git", "-C", folder, *person, *command], text=True).strip()

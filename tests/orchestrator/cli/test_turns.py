@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nsa_command import Nsa, nsa
+from processes import git
 
 from jobs.schema.states import PointState, RunState
 from orchestrator.cli import interleave, services, submission
@@ -168,19 +168,15 @@ def commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     repository = tmp_path / "repository"
     found = []
 
-    def git(*args: str) -> str:
-        told = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", *told, *args], cwd=repository, check=True, capture_output=True, text=True).stdout
-
     for package in PACKAGES:
         (repository / package).mkdir(parents=True)
         (repository / package / "factor").write_text("")
-    git("init", "-q")
+    git(repository, "init", "-q")
     for number, factor in enumerate(FACTORS):
         (repository / "jobs" / "factor").write_text(str(factor))
-        git("add", "-A")
-        git("commit", "-q", "-m", f"{number}")
-        found.append(git("rev-parse", "HEAD").strip())
+        git(repository, "add", "-A")
+        git(repository, "commit", "-q", "-m", f"{number}")
+        found.append(git(repository, "rev-parse", "HEAD"))
     monkeypatch.setattr(interleave, "SOURCES", repository)
     monkeypatch.setattr(Turns, "measure", made_up)
     monkeypatch.setenv("NSA_HOME", str(tmp_path / "home"))
