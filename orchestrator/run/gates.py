@@ -62,10 +62,11 @@ def misdirected(gates: Gates) -> Iterator[str]:
 
 def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[str]) -> str | None:
     """The first mistake; `names`: of all implementations, empty if there may be others."""
-    for name in _implementations(rule):
-        if names and not fnmatch.filter(names, name):
-            fix = (get_close_matches(name, names, 1) or [", ".join(names)])[0]
-            return f"implementation: {name!r}: there is none; use {fix}"
+    for field, known in (("implementation", names), ("job", [*kinds()])):
+        for name in _named(rule, field):
+            if known and not fnmatch.filter(known, name):
+                fix = (get_close_matches(name, known, 1) or [", ".join(known)])[0]
+                return f"{field}: {name!r}: there is none; use {fix}"
     if rule.kind == "states":
         classes: list[Any] = [Exception]
         for each in classes:  # which grow meanwhile
@@ -121,10 +122,10 @@ def _metrics(rule: Rule) -> tuple[str, ...]:
     return () if rule.kind == "states" else (rule.metric,)
 
 
-def _implementations(rule: Rule) -> Iterator[str]:
-    """Names and patterns of implementations in the rule's filters."""
+def _named(rule: Rule, field: str) -> Iterator[str]:
+    """Names and patterns of implementations, or of jobs, in the rule's filters."""
     sides = (rule.numerator, rule.denominator) if rule.kind == "ratio" else ()
     for each in (rule, *rule.instead, *sides):
-        names = each.where.implementation  # pyright: ignore[reportAttributeAccessIssue] - a field by AXES
+        names = getattr(each.where, field)
         yield from (names,) if isinstance(names, str) else names or ()
-    yield from rule.but if rule.kind == "states" else ()
+    yield from rule.but if rule.kind == "states" and field == "implementation" else ()

@@ -54,6 +54,7 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
             MEMORY | {"where": {"implementation": ["tritn"]}, "at_most": 1},
             "implementation: 'tritn': there is none; use triton",
         ),
+        (MEMORY | {"where": {"job": ["scalng", "bench"]}, "at_most": 1.0}, "job: 'scalng': there is none; use scaling"),
         (ratio("time", "time", at_most=1) | {"same": ["point_id"]}, "denominator: is the numerator, so that the ratio"),
         (
             ratio("oracle_error", "oracle_error_bound", at_most=1)
