@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 @dataclass(frozen=True)
 class User:
-    """Who has run `nsa up` for the first time, and has set nothing but ports."""
+    """Who has run `nsa up` for the first time, and has set nothing of ours but ports."""
 
     home: Path
     env: dict[str, str]
@@ -58,6 +58,7 @@ def user() -> Iterator[User]:
     home.chmod(0o755)  # everyone may enter it: what refuses them is within
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NSA_"))}
     clean |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HOME": str(home), "RAY_TMPDIR": str(home)}
+    clean["STREAMLIT_GLOBAL_DEVELOPMENT_MODE"] = "true"  # in which Streamlit refuses a port
     made = User(home, clean | {"NSA_HOME": str(home / "nsa")} | _own_ports())
     up = made.run("nsa", "up", "--num-cpus=2", **FEW_WORKERS)
     try:
