@@ -55,11 +55,6 @@ def test_the_next_longer_one_is_shown_to_fail() -> None:
     assert (found["throughput"], found["peak_memory"]) == (5000, 7)
 
 
-def test_a_search_ends_without_a_conclusion_where_a_length_neither_fits_nor_runs_out_of_memory() -> None:
-    tried, conclusions = searched(_spec(), CPU, lambda point: (PointState.HANG, {}))
-    assert (len(tried), conclusions) == (1, [])
-
-
 def test_a_length_is_measured_within_an_enforced_limit(tmp_path: Path) -> None:
     """Measured in a child with 256 MiB: the masks of 2,048 tokens do not fit, those of 64 do, as predicted."""
     spec = _spec(implementations=["naive"], lengths=[64, 2048], memory_gib=0.25)
@@ -147,9 +142,11 @@ def test_a_search_names_the_smallest_size_that_fails() -> None:
     )
 
 
-def test_a_lost_size_leaves_the_search_open() -> None:
-    tried, conclusions = searched(_bisection(), CPU, lambda point: (PointState.LOST, {}))
-    assert (len(tried), conclusions) == (1, [])
+def test_what_is_no_answer_ends_a_search_without_a_conclusion() -> None:
+    """Of capacity a size that neither fits nor runs out of memory, of a bisection a lost one."""
+    for spec, state in ((_spec(), PointState.HANG), (_bisection(), PointState.LOST)):
+        tried, conclusions = searched(spec, CPU, lambda point, state=state: (state, {}))
+        assert (len(tried), conclusions) == (1, [])
 
 
 def test_each_variant_has_a_search_of_its_own() -> None:

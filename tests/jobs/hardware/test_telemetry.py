@@ -57,8 +57,21 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pynvml, name, answer)
 
 
-@pytest.mark.parametrize("gpu", ["0", "GPU-1234h", "GPU-12345678-1234-1234-1234-123456789abc", "MIG-1"])
-def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "limit", "throttled"),
+    [
+        ("0", None, 100),
+        ("GPU-1234h", 500_000, 100),
+        ("GPU-12345678-1234-1234-1234-123456789abc", 700_000, 0),  # its own limit
+        ("MIG-1", None, 100),
+    ],
+)
+def test_samples_become_metrics_with_units_and_a_text(
+    driver: None, monkeypatch: pytest.MonkeyPatch, gpu: str, limit: int | None, throttled: float
+) -> None:
+    if limit:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementLimit", lambda _: limit)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", lambda _: 700_000)
     telemetry = Telemetry([gpu], period_s=0.01)
     telemetry.start()
     wait_for(lambda: len(telemetry.samples) >= 2, 20)
@@ -67,25 +80,12 @@ def test_samples_become_metrics_with_units_and_a_text(driver: None, gpu: str) ->
     assert (found["gpu_utilization"].value, found["gpu_utilization"].unit) == (80, "%")
     assert found["gpu_memory_used"].value == 3 * 1024
     assert found["gpu_power"].value == 350
-    assert found["gpu_throttled"].value == 100
+    assert found["gpu_throttled"].value == throttled
     assert found["gpu_processes"].value == 2
     assert "gpu_temperature" not in found, "what the driver does not tell is no number"
     assert len(found["gpu_utilization"].samples) >= 2
     assert "software power cap" in summary.text
     assert "3 7" in summary.text
-
-
-@pytest.mark.parametrize(("limit", "throttled"), [(700_000, 0), (500_000, 100)])
-def test_a_card_at_its_own_limit_of_power_is_not_throttled(
-    driver: None, monkeypatch: pytest.MonkeyPatch, limit: int, throttled: float
-) -> None:
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementLimit", lambda _: limit)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerManagementDefaultLimit", lambda _: 700_000)
-    telemetry = Telemetry(["0"], period_s=0.01)
-    telemetry.start()
-    wait_for(lambda: len(telemetry.samples) >= 2, 20)
-    found = {metric.name: metric.value for metric in telemetry.stop().metrics}
-    assert found["gpu_throttled"] == throttled
 
 
 def test_without_a_gpu_or_a_driver_the_reason_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
