@@ -5,7 +5,6 @@ downwards until one fits. With a plan the longest one is looked for, too, that t
 further point of each implementation, batch and checkpointing has the conclusion.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +13,23 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.hardware.stats import summarize
 from jobs.measure.call import measure_call
-from jobs.measure.clock import synchronize
+from jobs.measure.clock import TimingSpec
 from jobs.measure.passes import ImplementationsSpec, ModelPass, PassCase
 from jobs.measure.search import Untried, outcome
 from jobs.schema.axes import Axis
 from jobs.schema.point import Beat, Conclusion, EndedPoint, Machine, Measurement, Metric, Point
-from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, THROUGHPUT, THROUGHPUT_NEEDED, Better, Quantity, Role
+from jobs.schema.quantities import (
+    AGREEMENT,
+    MEMORY,
+    TELEMETRY,
+    THROUGHPUT,
+    THROUGHPUT_NEEDED,
+    TIME,
+    Better,
+    Quantity,
+    Role,
+)
 from jobs.schema.states import PointState
 from jobs.schema.training_plan import TrainingPlan
 from jobs.specs.fields import Count, Lengths, Several
@@ -34,10 +42,10 @@ LONGEST_IN_PLAN = replace(
 )
 SHORTEST_FAILED = Quantity("shortest_failed", "token", "Shortest sequence that ran out of memory", role=Role.HEADLINE)
 CONCLUSION = (LONGEST, LONGEST_IN_PLAN, LONGEST_PREDICTED, SHORTEST_FAILED, THROUGHPUT, THROUGHPUT_NEEDED)
-QUANTITIES = (*CONCLUSION, *MEMORY, *AGREEMENT, *TELEMETRY)
+QUANTITIES = (*CONCLUSION, TIME, *MEMORY, *AGREEMENT, *TELEMETRY)
 AXES = (Axis("checkpointing", "text", "checkpointing"),)
 
-_STEPS = 3  # timed at the longest length
+_STEPS = TimingSpec(repeats=3, min_s=0, max_s=3600, warmup=1)  # at each length
 
 
 class Case(PassCase):
@@ -84,7 +92,7 @@ class Spec(ImplementationsSpec):
             limit = min(limit, int(self.memory_gib * 2**30))
         model = replace(self.base.under(implementation), checkpointing=checkpointing)
         place = implementation, "train", lengths[0], batch
-        shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit)
+        shortest = Case.of(self, machine, place, dtype=self.precision, model=model, limit_bytes=limit, timing=_STEPS)
         cases = [shortest.model_copy(update={"seq_len": length}) for length in lengths]
         estimates = [case.estimate() for case in cases]
         fit = sum(estimate is not None and estimate.total <= limit for estimate in estimates)
@@ -148,13 +156,4 @@ class Spec(ImplementationsSpec):
 
 def measure(case: Case, beat: Beat) -> Measurement:
     """Check the model, then train a few steps at one length. Raises as measure_call."""
-    call, measured = measure_call(case, lambda: ModelPass(case), beat)
-    beat("steps")
-    rates = []
-    for _ in range(_STEPS):
-        call.clear()
-        start = time.perf_counter()
-        call.run()
-        synchronize(call.device)
-        rates.append(case.tokens / (time.perf_counter() - start))
-    return replace(measured, metrics=(summarize(THROUGHPUT, rates, "steps"), *measured.metrics))
+    return measure_call(case, lambda: ModelPass(case), beat)[1]

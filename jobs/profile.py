@@ -7,10 +7,10 @@ profiled once; tables, trace and the allocator's snapshot are kept with it.
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -18,7 +18,7 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from jobs.measure.call import measure_call
-from jobs.measure.clock import TimingSpec
+from jobs.measure.clock import TimingSpec, synchronize
 from jobs.measure.passes import ModelPass, PassCase, PassSpec
 from jobs.schema.point import Beat, Measurement, Metric
 from jobs.schema.quantities import AGREEMENT, MEMORY, TELEMETRY, TIME, Better, Quantity, Role
@@ -46,53 +46,39 @@ class Spec(PassSpec):
 
 
 def measure(case: Case, beat: Beat) -> Measurement:
-    """Check the model, time its pass, and profile it once. Raises as measure_call."""
+    """Check the model, time its pass, and profile it once. Raises as measure_call.
+
+    The trace is read by Perfetto and chrome://tracing.
+    """
     call, measured = measure_call(case, lambda: ModelPass(case), beat, throughput=None)
     beat("profile")
-    profiled = profile_call(call.run, call.device)
-    method = "self times of all kernels of one call, by torch.profiler"
-    metrics = [*measured.metrics, Metric.of(BUSY_TIME, profiled.busy_ms, method=method)]
-    for name, ms in profiled.ranges_ms.items():
-        metrics.append(Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler"))
-    if (waits := profiled.waits) is not None:
-        method = "warnings of torch.cuda.set_sync_debug_mode, one call"
-        metrics.append(Metric.of(SYNCHRONIZATIONS, sum(waits.values()), method=method))
-    return replace(measured, metrics=tuple(metrics), files={**measured.files, **profiled.files})
-
-
-class Profile(NamedTuple):
-    """Findings of a profile."""
-
-    busy_ms: float  # as `times_ms`
-    ranges_ms: Mapping[str, float]
-    waits: Mapping[str, int] | None  # of the host for the device, by the line of code; None on a CPU
-    files: Mapping[str, str | Path]  # tables, trace and, on a GPU, the allocator's snapshot
-
-
-def profile_call(call: Callable[[], object], device: torch.device) -> Profile:
-    """Profile one call, which has run before. The trace is read by Perfetto and chrome://tracing."""
-    folder, cuda = Path(tempfile.mkdtemp(prefix="profile-")), device.type == "cuda"
-    trace, snapshot, waits = folder / "trace.json.gz", folder / "memory_snapshot.pickle", None
+    device, cuda, waits = call.device, call.device.type == "cuda", Counter[str]()
+    folder = Path(tempfile.mkdtemp(prefix="profile-"))
+    trace, snapshot = folder / "trace.json.gz", folder / "memory_snapshot.pickle"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     if cuda:
-        waits = _waits(call, device)
+        waits = _waits(call.run, device)
         torch.cuda.memory._record_memory_history(max_entries=_HISTORY, device=device)
     with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as watch:
-        call()
-        if cuda:
-            torch.cuda.synchronize(device)
+        call.run()
+        synchronize(device)
     watch.export_chrome_trace(str(trace))
     side, rows = "device" if cuda else "cpu", watch.key_averages()
-    files: dict[str, str | Path] = {trace.name: trace}
-    for what in ("time", "memory"):
-        order = f"self_{side}_{'time_total' if what == 'time' else 'memory_usage'}"
-        files[f"by_{what}.txt"] = rows.table(sort_by=order, row_limit=_ROWS)
-    if waits is not None:
+    files: dict[str, Any] = {**measured.files, trace.name: trace}
+    for what, column in (("time", "time_total"), ("memory", "memory_usage")):
+        files[f"by_{what}.txt"] = rows.table(sort_by=f"self_{side}_{column}", row_limit=_ROWS)
+    busy, ranges = times_ms(rows, cuda)
+    method = "self times of all kernels of one call, by torch.profiler"
+    metrics = [*measured.metrics, Metric.of(BUSY_TIME, busy, method=method)]
+    metrics += [Metric.of(RANGE_TIME.named(name), ms, method="by torch.profiler") for name, ms in ranges.items()]
+    if cuda:
         torch.cuda.memory._dump_snapshot(str(snapshot))
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
         files[snapshot.name] = snapshot
         files["synchronizations.txt"] = "".join(f"{count:6} {line}\n" for line, count in waits.most_common())
-    return Profile(*times_ms(rows, cuda), waits, files)
+        method = "warnings of torch.cuda.set_sync_debug_mode, one call"
+        metrics.append(Metric.of(SYNCHRONIZATIONS, waits.total(), method=method))
+    return replace(measured, metrics=tuple(metrics), files=files)
 
 
 def times_ms(rows: Sequence[Any], cuda: bool) -> tuple[float, dict[str, float]]:
