@@ -92,7 +92,7 @@ def _rates(case: Case, device: torch.device, card: Any, beat: Beat) -> list[Metr
     loaded: dict[Quantity, list[float]] = defaultdict(list)
 
     def look(_: Any) -> None:
-        for quantity, value in (health.under_load(card) if card is not None else {}).items():
+        for quantity, value in (health.read(card, health.UNDER_LOAD) if card is not None else {}).items():
             loaded[quantity].append(value)
 
     def rate(quantity: Quantity, amount: float, call: Callable[[], Any], seconds: float, after: Any) -> Metric:

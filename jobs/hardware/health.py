@@ -19,7 +19,7 @@ _OF_PROGRAMS = {13, 31, 43, 45}
 
 _UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 
-_UNDER_LOAD: Mapping[Quantity, Callable[[Any], float]] = {
+UNDER_LOAD: Mapping[Quantity, Callable[[Any], float]] = {  # clock and PCIe link rest when the card does
     health.LOAD_CLOCK: lambda device: pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM),
     health.PCIE_WIDTH: lambda device: pynvml.nvmlDeviceGetCurrPcieLinkWidth(device),
     health.PCIE_GENERATION: lambda device: pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device),
@@ -44,7 +44,7 @@ _AT_REST: Mapping[Quantity, Callable[[Any], float]] = {
 
 def at_rest(device: Any) -> tuple[dict[Quantity, float], dict[str, Any]]:
     """Counters and limits of an NVML device, and what tells it from others: its index, bus, and Xid codes."""
-    found = _read(device, _AT_REST)
+    found = read(device, _AT_REST)
     # A card without NVLink refuses every link; one that has links may refuse the highest numbers.
     links = [
         nvml.ask(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(device, link))
@@ -59,11 +59,6 @@ def at_rest(device: Any) -> tuple[dict[Quantity, float], dict[str, Any]]:
             card["xids"] = xids(log, card["bus"])
             found[health.XIDS] = float(len(card["xids"]))
     return found, {name: value for name, value in card.items() if value is not None}
-
-
-def under_load(device: Any) -> dict[Quantity, float]:
-    """Clock and PCIe link of an NVML device, to be read while it works: both rest when it does."""
-    return _read(device, _UNDER_LOAD)
 
 
 def xids(log: str, bus: str) -> list[int]:
@@ -88,6 +83,7 @@ def _kernel_log() -> str | None:
         return None
 
 
-def _read(device: Any, queries: Mapping[Quantity, Callable[[Any], float]]) -> dict[Quantity, float]:
+def read(device: Any, queries: Mapping[Quantity, Callable[[Any], float]]) -> dict[Quantity, float]:
+    """The quantities that the driver reports of an NVML device."""
     found = {quantity: nvml.ask(lambda query=query: query(device)) for quantity, query in queries.items()}
     return {quantity: float(value) for quantity, value in found.items() if value is not None}

@@ -73,7 +73,7 @@ def preflight(
         found, more = health.at_rest(card)
         rates = dict.fromkeys((card_health.COPY_RATE, card_health.HOST_COPY_RATE), 50.0)
         rates |= {card_health.GEMM_RATE: card["gemm"], GPU_THROTTLED: card["throttled"]}
-        figures = found | health.under_load(card) | rates
+        figures = found | health.read(card, health.UNDER_LOAD) | rates
         gpu = {"name": "NVIDIA H200", "uuid": f"GPU-{index}", "driver": card["driver"], **more}
         records += attempt(
             planned(run, index, "x", 1, T0, {"device": "cuda"}),
