@@ -184,7 +184,7 @@ def _growth(
     for intervals in ranks:
         used = [each for each in intervals if each.checkpoints]
         processes = np.array([each.process for each in used])
-        hours = _middle_hours(used)
+        hours = [(each.end_s - each.seconds / 2) / 3600 for each in used]  # until each interval's middle
         x = np.array(hours if by_hour else [(each.end_step - each.steps / 2) / 1000 for each in used])
         y = np.array([size(each) / 2**20 for each in used])
         unique = np.unique(processes)
@@ -202,11 +202,6 @@ def _growth(
     return [max(metrics, key=lambda metric: metric.value)] if metrics else []
 
 
-def _middle_hours(intervals: Sequence[Interval]) -> list[float]:
-    """Hours of training until each interval's middle."""
-    return [(each.end_s - each.seconds / 2) / 3600 for each in intervals]
-
-
 def _slope(quantity: Quantity, slope: Slope, scale: float, method: str) -> Metric:
     low, high = (None if end is None else scale * end for end in (slope.low, slope.high))
     return Metric(quantity.name, quantity.unit, scale * slope.value, ci_low=low, ci_high=high, method=method)
@@ -218,7 +213,8 @@ def _times(case: Case, report: RankReport, history: SoakHistory) -> list[Metric]
     settled, words = _settled(history, case.soak)
     metrics = speed(case, report, [i.seconds / i.steps for i in settled], words)
     speeds = [case.tokens * each.steps / each.seconds for each in settled]
-    slope = common_slope([0] * len(speeds), _middle_hours(settled), speeds)
+    middles = [(each.end_s - each.seconds / 2) / 3600 for each in settled]
+    slope = common_slope([0] * len(speeds), middles, speeds)
     if slope is not None:  # through all processes
         method = f"throughput in percent of its mean: least squares over {len(speeds)} intervals; {SLOPE_INTERVAL}"
         metrics.append(_slope(THROUGHPUT_DRIFT, slope, 100 / fmean(speeds), method))
