@@ -1,8 +1,6 @@
 """The peers kind: a package of its own offers toy peers, right and wrong; the real ones are told to be missing."""
 
-import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from travelling import HEADS, NSA, QUICK, measured, values_of
 
 from jobs import peers
-from jobs.adapters import offered_peers
 from jobs.measure.check import WrongResult
 from jobs.schema.point import Machine
 from jobs.specs.kinds import offered_sources
@@ -115,24 +112,11 @@ TOYS = {
 }
 
 
-@pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(autouse=True)
+def _toys(install: Callable[..., Path]) -> None:
     """An installed distribution that offers the toy peers."""
-    package = tmp_path / "site" / "toy_peers"
-    package.mkdir(parents=True)
-    for name, text in {"__init__": "", **TOYS}.items():
-        (package / f"{name}.py").write_text(textwrap.dedent(text))
-    info = package.parent / "toy_peers-2.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-peers\nVersion: 2.0\n")
-    lines = [f"{name} = toy_peers.{name}" for name in TOYS] + ["dense-pytorch = toy_peers.right"]
-    (info / "entry_points.txt").write_text("\n".join(["[nsa_bench.peers]", *lines]) + "\n")
-    monkeypatch.syspath_prepend(str(package.parent))
-    offered_peers.cache_clear()
-    yield package
-    offered_peers.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "toy_peers"]:
-        del sys.modules[name]
+    peers = {name: f"toys.{name}" for name in TOYS} | {"dense-pytorch": "toys.right"}
+    install("toys", TOYS, version="2.0", peers=peers)
 
 
 def _spec(*names: str, **changes: Any) -> Any:
@@ -146,7 +130,7 @@ def _here() -> Machine:
     return Machine("cpu", "test processor", 8 * 2**30, peers.versions())
 
 
-def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it(toys: Path) -> None:
+def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_it() -> None:
     spec = _spec("right", "dense-pytorch", implementations=["naive"])
     points = spec.points(_here())
     names = ["right", "dense-pytorch", "naive"]
@@ -161,14 +145,14 @@ def test_a_peer_from_outside_is_checked_and_timed_like_an_implementation_beside_
     assert right.environment["peer"]["computes"]["window"] == 16
     assert dense.environment["peer"]["computes"] == "dense causal attention"
     assert right.route == naive.route
-    assert set(offered_sources(spec)) == {f"toy_peers/{name}.py" for name in ("__init__", *TOYS)}
+    assert set(offered_sources(spec)) == {f"toys/{name}.py" for name in ("__init__", *TOYS)}
 
 
-def test_a_peers_kernels_are_tuned_with_the_sizes_that_are_measured(toys: Path) -> None:
+def test_a_peers_kernels_are_tuned_with_the_sizes_that_are_measured() -> None:
     pytest.importorskip("triton")
     (point,) = _spec("tuned").points(_here())
     measured(point)
-    kernel = import_module("toy_peers.tuned").kernel
+    kernel = import_module("toys.tuned").kernel
     assert kernel.cache == {"length": 64}, "the check's sequences have another length"
     assert not kernel.cache_results, "else a choice for other sizes is read from disk"
 
@@ -185,26 +169,26 @@ def test_a_peers_kernels_are_tuned_with_the_sizes_that_are_measured(toys: Path) 
         ("no_blocks", "no_blocks: row 255 of 256 selects blocks"),
     ],
 )
-def test_a_peer_that_disagrees_with_the_oracle_is_an_error(toys: Path, name: str, message: str) -> None:
+def test_a_peer_that_disagrees_with_the_oracle_is_an_error(name: str, message: str) -> None:
     (point,) = _spec(name, lengths=[256], tokens=256).points(_here())
     assert point.skip_reason is None
     with pytest.raises(WrongResult, match=message):
         measured(point)
 
 
-def test_a_peer_that_cannot_run_is_skipped_with_the_reason(toys: Path) -> None:
+def test_a_peer_that_cannot_run_is_skipped_with_the_reason() -> None:
     names = ["unloadable", "unimportable", "partial", "undecided", "Scalable-Flash-NSA"]
     reasons = {point.axes.implementation: point.skip_reason for point in _spec(*names).points(_here())}
     assert reasons["unloadable"] == "the module 'toy_extension' is not installed; pip install toy"
-    offered = "toy-peers 2.0, which offers it, "
-    unimportable = "cannot be imported (OSError: no driver second line); mend or uninstall toy-peers"
+    offered = "toys 2.0, which offers it, "
+    unimportable = "cannot be imported (OSError: no driver second line); mend or uninstall toys"
     assert reasons["unimportable"] == offered + unimportable
-    assert reasons["partial"] == offered + "lacks select; mend or uninstall toy-peers"
+    assert reasons["partial"] == offered + "lacks select; mend or uninstall toys"
     undecided = "its adapter cannot say whether it computes this (KeyError: 'heads'); mend or uninstall it"
     assert reasons["undecided"] == undecided
     assert str(reasons["Scalable-Flash-NSA"]).startswith("the module 'flash_nsa' is not installed; pip install git+")
     (point,) = _spec("right", dtype="float16").points(_here())
     assert point.skip_reason == "its heads are all alike"
     findings = {finding.name: finding for finding in doctor.findings(Settings())}
-    assert findings["peer right"].detail == "toy-peers 2.0"
-    assert findings["peer dense-pytorch"].detail == "toy-peers 2.0: has a name that nsa-bench itself has taken"
+    assert findings["peer right"].detail == "toys 2.0"
+    assert findings["peer dense-pytorch"].detail == "toys 2.0: has a name that nsa-bench itself has taken"

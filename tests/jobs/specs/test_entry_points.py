@@ -1,8 +1,6 @@
 """Kinds and implementations of other distributions: found, run and hashed; broken ones are reported and harmless."""
 
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,13 @@ import pytest
 import torch
 from travelling import CPU, HEADS, NSA, QUICK, quiet, travelled
 
-from jobs.measure import check
 from jobs.schema.axes import Axes, check_values
 from jobs.schema.point import Machine
 from jobs.specs.kinds import kind_module, kinds, offered_kinds
 from jobs.specs.load import parse_spec
 from jobs.specs.spec import SpecError
 from nsa_core import NSAConfig, available_backends, nsa_attention
-from nsa_core.backends import chunked, offered
+from nsa_core.backends import chunked
 from nsa_core.errors import BackendError
 from orchestrator import provenance
 from orchestrator.cli import doctor
@@ -57,36 +54,6 @@ SPEC = {"kind": "acme", "name": "t", "number": 3}
 SCALING: dict[str, Any] = {"kind": "scaling", "name": "t", "implementations": ["acme-nsa"], "passes": ["forward"]}
 SCALING |= {"lengths": [64], "shape": HEADS, "nsa": NSA, "timing": QUICK}
 Install = Callable[..., Path]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install a distribution with its modules below `package`, and its entry points by group."""
-    packages: list[str] = []
-
-    def installed(package: str, modules: Mapping[str, str], version: str = "1.2", **groups: Mapping[str, str]) -> Path:
-        site = tmp_path / f"site-{package}"
-        for name, text in {"__init__": "", **modules}.items():
-            (site / package).mkdir(parents=True, exist_ok=True)
-            (site / package / f"{name}.py").write_text(textwrap.dedent(text))
-        info = site / f"{package}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-        lines = []
-        for group, entries in groups.items():
-            lines += [f"[nsa_bench.{group}]", *(f"{name} = {value}" for name, value in entries.items())]
-        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-        monkeypatch.syspath_prepend(str(site))
-        packages.append(package)
-        offered.cache_clear()
-        check.check_attention.cache_clear()
-        return site / package
-
-    yield installed
-    offered.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-        del sys.modules[name]
-
 
 BROKEN_KINDS = [
     # the module, the problem

@@ -113,23 +113,27 @@ def test_in_a_fleet_that_is_well_nothing_is_named(history: None, sqlite_store: S
 
 
 XID = "[1.0] NVRM: Xid (PCI:0000:{}B:00): {}, pid=1, GPU has fallen off the bus.\n"
-ILL = {
-    "power limit": ({"limit": 500_000}, Level.WARN, "500 W"),
-    "remapped rows": ({"rows": (0, 2, 0, 0)}, Level.WARN, "2"),
-    "Xid errors": ({"log": XID.format(2, 79) + XID.format(2, 13)}, Level.BAD, "79"),
-    "GEMM": ({"gemm": 560.0}, Level.BAD, "560 TFLOP/s"),
-    "ECC errors": ({"errors": {0: 3, 1: 5}}, Level.BAD, "3"),
-    "NVLink": ({"links": 16}, Level.BAD, "16"),
-    "PCIe": ({"width": 8}, Level.WARN, "gen 5 ×8"),
-    "clock": ({"clock": 1580}, Level.WARN, "1,580 MHz"),
-    "driver": ({"driver": "570"}, Level.WARN, "570"),
-    "throttled": ({"throttled": 60.0}, Level.WARN, "60 %"),
-}
+ILL = [
+    # the check that finds it, how the card is, level and value of the finding
+    ("power limit", {"limit": 500_000}, Level.WARN, "500 W"),
+    ("remapped rows", {"rows": (0, 2, 0, 0)}, Level.WARN, "2"),
+    ("remapped rows", {"rows": (0, 1, 1, 0)}, Level.BAD, "1"),  # one waits
+    ("remapped rows", {"rows": (0, 1, 0, 1)}, Level.BAD, "1"),  # one failed
+    ("Xid errors", {"log": XID.format(2, 79) + XID.format(2, 13)}, Level.BAD, "79"),
+    ("GEMM", {"gemm": 560.0}, Level.BAD, "560 TFLOP/s"),
+    ("ECC errors", {"errors": {0: 3, 1: 5}}, Level.BAD, "3"),
+    ("NVLink", {"links": 16}, Level.BAD, "16"),
+    ("PCIe", {"width": 8}, Level.WARN, "gen 5 ×8"),
+    ("clock", {"clock": 1580}, Level.WARN, "1,580 MHz"),
+    ("driver", {"driver": "570"}, Level.WARN, "570"),
+    ("throttled", {"throttled": 60.0}, Level.WARN, "60 %"),
+]
 
 
-@pytest.mark.parametrize("check", ILL)
-def test_a_card_that_is_ill_is_named_and_nothing_else(history: None, sqlite_store: Store, monkeypatch, check) -> None:
-    change, level, value = ILL[check]
+@pytest.mark.parametrize(("check", "change", "level", "value"), ILL, ids=str)
+def test_a_card_that_is_ill_is_named_and_nothing_else(
+    history: None, sqlite_store: Store, monkeypatch, check, change, level, value
+) -> None:
     preflight(sqlite_store, {2: change}, monkeypatch)
     cards = judge_cards(sqlite_store)
     assert named(cards) == {(2, check, level, value)}
@@ -137,12 +141,6 @@ def test_a_card_that_is_ill_is_named_and_nothing_else(history: None, sqlite_stor
     [row] = tables.to_do(cards).rows
     assert row[:3] == [level, "NVIDIA H200 2 on bench1", check]
     assert all(row[3:]), "with the reason and what to do"
-
-
-@pytest.mark.parametrize(("rows", "level"), [((0, 1, 1, 0), Level.BAD), ((0, 1, 0, 1), Level.BAD)])
-def test_a_row_that_waits_or_failed_is_bad(history: None, sqlite_store: Store, monkeypatch, rows, level) -> None:
-    preflight(sqlite_store, {5: {"rows": rows}}, monkeypatch)
-    assert named(judge_cards(sqlite_store)) == {(5, "remapped rows", level, "1")}
 
 
 def test_faults_of_programs_and_of_other_cards_blame_no_card(history: None, sqlite_store: Store, monkeypatch) -> None:
