@@ -82,6 +82,7 @@ class TrainingSpec(ModelledSpec):
         no_graphs = {  # PyTorch captures none, or a replay would overwrite gradients
             "only compiled passes are captured; set compile, or leave it out": not self.compile,
             "a CPU has none; use device: cuda, or leave it out": self.device != "cuda",
+            "packed documents change the sizes of a step; leave it out": self.data.pack,
             "FSDP2 gathers weights in other places in each step; use parallel: ddp": self.parallel == "fsdp",
             f"a step's {accumulation} passes would overwrite each other's gradients; use micro_batch "
             f"{self.batch * together // self.ranks}, or leave it out": accumulation > 1,
@@ -102,8 +103,6 @@ class TrainingSpec(ModelledSpec):
                 f"gradient_compression: {self.gradient_compression}: replicate averages gradients as they are; leave "
                 "it out, or use parallel: ddp"
             )
-        if self.data.pack and self.compile:
-            raise ValueError("data.pack: true: documents of changing lengths are not compiled; leave compile out")
         for name, value in {"data.pack": self.data.pack, "compile": self.compile}.items():
             if value and together > 1:
                 raise ValueError(f"{name}: true: ranks that exchange keys within a pass cannot; leave it out")
@@ -163,6 +162,9 @@ class TrainingSpec(ModelledSpec):
         implementation = self.backend if attention == "nsa" else "dense"
         if implementation == "auto":  # resolved here: a point names it even if it runs on another host
             implementation = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
+        if self.data.pack and self.compile and (machine.device != "cuda" or implementation not in ("triton", "dense")):
+            why = f"{attention} attention by {implementation} on {machine.device} reads the bounds of packed documents"
+            raise SpecError(f"compile: true: {why} on the host; leave compile out, or use a GPU and backend: triton")
         model = self.base.under(implementation)
         model = replace(model, vocab_size=self._vocabulary(), checkpointing=self.checkpointing)
         layout = Layout(micro_batch, self.ranks, accumulation, *exchange)

@@ -180,7 +180,7 @@ class NSATransformer(nn.Module):
             cast(Block, block).attention.group = group
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None, *,
+        self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | Packing | None = None, *,
         cache: list[LayerCache] | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits [B,S,vocab_size] of every position, or the mean cross entropy [nat] where targets [B,S] are given.
@@ -198,11 +198,11 @@ class NSATransformer(nn.Module):
             return self.head(rows)
         return head_cross_entropy(rows.flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
 
-    def lower(self, tokens: Tensor, depth: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    def lower(self, tokens: Tensor, depth: int, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Hidden states [B,S,dim] of tokens [B,S] after the first `depth` blocks."""
         return self._through(self.embedding(tokens), 0, depth, cu_seqlens)
 
-    def upper(self, hidden: Tensor, depth: int, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def upper(self, hidden: Tensor, depth: int, targets: Tensor, cu_seqlens: Tensor | Packing | None = None) -> Tensor:
         """Mean cross entropy [nat], as of `forward`, from the hidden states of `lower`."""
         hidden = self._through(hidden, depth, len(self.blocks), cu_seqlens)
         return head_cross_entropy(self.norm(hidden).flatten(0, 1), self.head.weight, targets.flatten(), LOSS_ROWS)
@@ -223,8 +223,9 @@ class NSATransformer(nn.Module):
         return tokens
 
     def _through(
-        self, x: Tensor, start: int, stop: int, cu_seqlens: Tensor | None, cache: list[LayerCache] | None = None
-    ) -> Tensor:
+        self, x: Tensor, start: int, stop: int, cu_seqlens: Tensor | Packing | None,
+        cache: list[LayerCache] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Hidden states [B,S,dim] after the blocks start:stop."""
         self.checkpointing_effective = (
             self.config.checkpointing and self.training and torch.is_grad_enabled() and cache is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -76,7 +76,9 @@ def checked_packing(
     if given:
         count, fix = compressed_counts(cu_seqlens, config).sum(), "give those that its blocks make of every sequence"
         for name, tokens in given.items():
-            require(count == tokens, name, f"{tokens} compressed tokens", fix)
+            # A number in the text would make a graph of this number alone.
+            value = "compressed tokens" if torch.compiler.is_compiling() else f"{tokens} compressed tokens"
+            require(count == tokens, name, value, fix)
     return bounds, min(max_seqlen or longest, total)
 
 
@@ -142,6 +144,12 @@ class Packing:
         blocks = firsts + torch.arange(config.cmp_block)
         longest = max(end - start for start, end in spans)
         return cls(bounds.to(device), longest, positions.to(device), blocks.to(device))
+
+    def for_compiled(self, longest: int) -> Packing:
+        """The same for a compiled pass: one graph serves all packings whose sequences have up to `longest` tokens."""
+        for sized in (self.bounds, self.blocks):
+            torch._dynamo.maybe_mark_dynamic(sized, 0)
+        return replace(self, longest=longest)
 
 
 def places_in(bounds: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from jobs.training.soak import SoakWatch
 from jobs.training.state import Run, TrainingState, is_steady
 from nsa_core.context_parallel import share
 from nsa_core.model import NSATransformer
-from nsa_core.packed_sequences import document_bounds
+from nsa_core.packed_sequences import Packing, document_bounds
 from nsa_core.routes import route_of
 
 if TYPE_CHECKING:
@@ -286,20 +286,25 @@ class Trainer:
 
         return wait
 
-    def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, ...]]:
-        """This rank's micro-batches of a batch [batch,S], on its device, with the bounds of packed documents."""
+    def _parts(self, tokens: Tensor, targets: Tensor) -> list[tuple[Any, ...]]:
+        """This rank's micro-batches of a batch [batch,S], on its device, with the packing of their documents if any."""
         layout = self.case.layout
         together = layout.context_parallel  # ranks of one part
         shape = (layout.accumulation, layout.ranks // together, layout.micro_batch)
         mine = [x.unflatten(0, shape)[:, self.rank // together] for x in (tokens, targets)]
         if self._group is not None:
             mine = [share(x, self._group, dim=2) for x in mine]
-        end, device = self.corpus.end_token, self.device
-        bounds = [() if end is None else (document_bounds(tokens, end),) for tokens in mine[0]]
         return [
-            (tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), *more)
-            for tokens, targets, more in zip(*mine, bounds, strict=True)
+            (*(x.to(self.device, non_blocking=True) for x in part), *self._packing(part[0]))
+            for part in zip(*mine, strict=True)
         ]
+
+    def _packing(self, tokens: Tensor) -> tuple[Packing, ...]:
+        """Packing of the documents in tokens [B,S], on the device; nothing where they are not packed."""
+        if (end := self.corpus.end_token) is None:
+            return ()
+        packing = Packing.of(document_bounds(tokens, end), tokens.numel(), self.device, self.case.model.nsa)
+        return (packing.for_compiled(tokens.shape[1]) if self.case.compile else packing,)
 
     @torch.no_grad()
     def _heldout_loss(self, batches: Sequence[tuple[Tensor, Tensor]], beat: Beat) -> float:

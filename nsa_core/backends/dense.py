@@ -50,6 +50,8 @@ def attention(
         layout = "one row"
     if cu_seqlens is not None:
         layout = "square" if kernel in _SDPA else "band"
+        if kernel == "auto" and torch.compiler.is_compiling():
+            kernel = "torch-varlen"  # flash-attn 4's call would break the graph
     names = _candidates_here(kernel, layout, q.device, q.dtype, flash.common_width(q, v))
     if names[0] in flash.PROVIDERS:
         note("dense", names[0])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from travelling import travelled
 
 from jobs.measure.memory import measure_peak
@@ -12,6 +13,7 @@ from jobs.train import Spec, measure
 from nsa_core.kernels.runtime.launch import observe
 from nsa_core.loss import head_cross_entropy
 from nsa_core.model import PRESETS, NSATransformer
+from nsa_core.packed_sequences import Packing, document_bounds
 from nsa_core.routes import capture
 
 MODEL = replace(PRESETS["m7c_125m"], layers=1, vocab_size=512, backend="triton")
@@ -41,6 +43,28 @@ def test_a_compiled_step_is_the_eager_one(checkpointing):
     torch.testing.assert_close(again, loss)
     for got, want in zip(ours, eager, strict=True):
         assert (got - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_packed_documents_of_any_lengths_are_one_graph_with_the_eager_steps(attention):
+    graphs = CompileCounterWithBackend("inductor")
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = NSATransformer(replace(MODEL, attention=attention, checkpointing=True)).cuda().train()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=graphs)
+    tokens, targets = torch.randint(1, 512, (2, 2, 2048), generator=torch.Generator().manual_seed(0))
+    for ends in ([700], [5, 40, 1500], [100, 200, 300, 1990]):
+        with_ends = tokens.index_fill(1, torch.tensor(ends), 0)
+        packing = Packing.of(document_bounds(with_ends, 0), tokens.numel(), torch.device("cuda"), model.config.nsa)
+        gradients = []
+        for call, packed in ((model, packing), (compiled, packing.for_compiled(2048))):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                call(with_ends.cuda(), targets.cuda(), packed).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        for got, want in zip(*reversed(gradients), strict=True):
+            assert (got - want).norm() < 0.05 * want.norm()
+    assert graphs.frame_count == 1
 
 
 def test_autocast_is_one_graph_too():

@@ -13,7 +13,8 @@ import torch
 from token_data import END, make_tokenizer, texts, write
 from travelling import CPU, travelled, values_of
 
-from jobs.schema.point import Beat, Measurement
+from jobs.schema.point import Beat, Machine, Measurement
+from jobs.specs.spec import SpecError
 from jobs.train import Spec, measure
 from jobs.training.checkpoints.saving import packed
 from jobs.training.data import debian
@@ -256,6 +257,14 @@ def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]
     content = file.read_bytes()
     file.write_bytes(content[:100] + bytes(2000) + content[2100:])
     yield _data(tmp_path / "torn", tokenizer), r"data\.path: .*torn': cannot be read \(.*\); mend or remove the file"
+
+
+def test_packed_documents_are_compiled_on_a_gpu_alone(documents: Path, tokenizer: Path) -> None:
+    compiled = _spec(_data(documents, tokenizer, pack=True), compile=True, device="auto")
+    with pytest.raises(SpecError, match=r"^compile: true: nsa attention by chunked on cpu .*; leave compile"):
+        compiled.points(CPU)
+    (point,) = compiled.points(Machine("cuda", "NVIDIA H200", 2**37))
+    assert point.label == "nsa tiny S=32 compiled"
 
 
 def test_data_that_cannot_be_learned_from_is_an_error_of_one_line(tmp_path: Path, tokenizer: Path) -> None:

@@ -1,12 +1,15 @@
 """The kernels as PyTorch's operators, in Triton's interpreter: schemas, compiled calls, gradients of some inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_interpreter import MARKS, config, interpreted, run
 
-from nsa_core import nsa_attention
+from nsa_core import PRESETS, NSATransformer, nsa_attention
 from nsa_core.functional import compress
 from nsa_core.kernels.runtime.launch import handed_to, observe
+from nsa_core.packed_sequences import Packing, document_bounds
 
 __all__ = ["config", "interpreted"]  # fixtures
 
@@ -97,6 +100,23 @@ def test_packed_sequences_are_one_graph_which_checks_their_bounds(make_case, con
     assert torch.equal(compiled(bounds), call(bounds))
     with pytest.raises(RuntimeError, match="cu_seqlens: give an int32 tensor that ascends"):
         compiled(torch.tensor([0, 23, 3, 24, 70]))
+
+
+def test_a_model_trains_on_packed_documents_of_any_lengths_by_one_graph():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    model = NSATransformer(replace(PRESETS["tiny"], layers=1, backend="triton")).train()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=graphs)
+    tokens, targets = torch.randint(1, 256, (2, 1, 64))
+    for ends in ([30], [2, 20, 40]):
+        with_ends = tokens.index_fill(1, torch.tensor(ends), 0)
+        packing = Packing.of(document_bounds(with_ends, 0), 64, tokens.device, model.config.nsa)
+        expected, got = model(with_ends, targets, packing), compiled(with_ends, targets, packing.for_compiled(64))
+        torch.testing.assert_close(got, expected)
+    got.backward()
+    assert graphs.frame_count == 1
 
 
 def test_gradients_of_some_inputs_alone(make_case, config):
