@@ -45,7 +45,6 @@ demo: $(RUN)  ## local Ray, the demo benchmark as a Ray job, our GPU runs and ot
 	@$(BIN)/nsa up
 	@$(BIN)/ray job submit --address $(RAY_DASHBOARD) --working-dir . -- python -m jobs jobs/configs/demo.yaml
 	@$(BIN)/nsa import --reference
-	@$(BIN)/nsa report last
 	@$(BIN)/nsa report last --out var/demo-report.html
 	@echo
 	@$(BIN)/nsa gate linear-scaling --on cpu --run last --why || test $$? -ne 2
