@@ -79,9 +79,8 @@ class RayLauncher:
 
             context = ray.get_runtime_context()
             mailbox, job = actor(Mailbox, context.get_node_id()).remote(), context.get_job_id()
-            command, progress = self._command, RankProgress(ranks)
-            work = Work(main, mailbox, command.device, command.memory_bytes, self._cluster.card, command.settings)
-            fit = in_background(_trainer(ranks, work, self._cluster).fit)
+            progress, work = RankProgress(), Work(main, mailbox, self._command, self._cluster)
+            fit = in_background(_trainer(ranks, work).fit)
             stop_sent, looked, running = False, 0.0, True
             try:
                 while running:
@@ -202,13 +201,12 @@ class NodeAgents:
 class RankProgress:
     """Reports of the ranks, by rank."""
 
-    ranks: int
     placed: dict[int, Placed] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     tails: dict[int, str] = field(default_factory=dict)  # ends of tracebacks
 
 
-def _trainer(ranks: int, work: Work, cluster: Cluster) -> Any:
+def _trainer(ranks: int, work: Work) -> Any:
     """Ray Train's trainer of the ranks."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -224,12 +222,13 @@ def _trainer(ranks: int, work: Work, cluster: Cluster) -> Any:
             unused = ("PlacementGroupCleanerCallback", "DatasetsCallback")
             return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
 
+    cluster = work.cluster
     resources = {"CPU": cluster.cpus, "GPU": cluster.gpus}
     return Trainer(
         rank_main,
         train_loop_config={"work": work},
         torch_config=TorchConfig(
-            backend="nccl" if work.device == "cuda" else "gloo", timeout_s=int(TIMEOUT.total_seconds())
+            backend="nccl" if work.command.device == "cuda" else "gloo", timeout_s=int(TIMEOUT.total_seconds())
         ),
         scaling_config=ScalingConfig(
             num_workers=ranks,

@@ -21,7 +21,7 @@ from jobs.hardware import nvml
 from jobs.hardware.telemetry import ProcessUsage, Sample, Telemetry, stop_all
 from jobs.process import post_mortem, temporary
 from jobs.process.memory_limit import memory_limit
-from jobs.process.messages import RankFailure
+from jobs.process.messages import Cluster, MeasurePoint, RankFailure
 from jobs.schema.point import Device, Rank, Samples
 from orchestrator.execute.gpu_release import Gpus
 from orchestrator.execute.point import describe
@@ -69,10 +69,8 @@ class Work:
 
     main: Callable[[Rank], Any]  # as jobs.schema.point.Launcher.run
     mailbox: Any  # handle of the Mailbox
-    device: Device
-    memory_bytes: int | None  # as jobs.process.memory_limit
-    card: str | None  # name of the GPU that the point is planned for; None: any
-    settings: Sequence[str]  # environment variables whose effective values the point's environment shows
+    command: MeasurePoint
+    cluster: Cluster
 
 
 class NodeAgent:
@@ -113,20 +111,20 @@ def rank_main(settings: Mapping[str, Work]) -> None:
     import ray
     import ray.train
 
-    work = settings["work"]
+    work, command = settings["work"], settings["work"].command
     number = ray.train.get_context().get_world_rank()
     stop = threading.Event()
     post = Post(work.mailbox, stop)
     post_mortem.offer_stacks()
     try:
-        device, gpu = _device(work.device)
+        device, gpu = _device(command.device)
         with contextlib.closing(temporary.Folder(temporary.RANK)) as own:
             node = ray.get_runtime_context().get_node_id()
-            environment = describe(device, work.settings) if number == 0 else {}
+            environment = describe(device, command.settings) if number == 0 else {}
             post(Placed(number, node, socket.gethostname(), os.getpid(), gpu, str(own.path), environment))
-            if gpu is not None and (reason := Gpus(gpu).misfit(work.card)):
+            if gpu is not None and (reason := Gpus(gpu).misfit(work.cluster.card)):
                 raise RuntimeError(reason)
-            with memory_limit(work.device, work.memory_bytes):
+            with memory_limit(command.device, command.memory_bytes):
                 result = work.main(Rank(number, device, post, stop, own.path))
         post(Returned(number, result))
     except BaseException as err:

@@ -23,7 +23,7 @@ from orchestrator.execute.ray_rank import Placed, Post, RankRaised
 @pytest.fixture
 def progress() -> RankProgress:
     """Two ranks that have begun on two nodes."""
-    progress = RankProgress(2)
+    progress = RankProgress()
     for number, host in enumerate(("a", "b")):
         progress.placed[number] = Placed(number, f"id-{host}", host, 17, f"{number}", "/tmp/none", {})
     return progress
