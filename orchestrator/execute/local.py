@@ -29,11 +29,9 @@ class LocalExecutor:
         self._spec = spec
         self._gpus = nvml.visible_gpus() if spec.device != "cpu" else []
         self._cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._free: list[int] = []
-        self._share: list[str] = []  # CUDA_VISIBLE_DEVICES of each slot
+        self._free: list[str] = []  # CUDA_VISIBLE_DEVICES of each free slot
         self._updates: queue.SimpleQueue[tuple[int, Update | BatchEnded]] = queue.SimpleQueue()
         self._cancelled = threading.Event()
-        self._grace_s = 0.0
         self._threads: list[threading.Thread] = []
         resources, errors = spec.resources, []
         amounts = (("num_cpus", self._cpus, "CPU cores"), ("num_gpus", len(self._gpus), "GPUs"))
@@ -66,13 +64,11 @@ class LocalExecutor:
             room = min(room, int(len(self._gpus) / gpus + 1e-9))
         count = max(1, min(room, self._spec.resources.workers or room))
         firsts = [int(slot * gpus + 1e-9) for slot in range(count)]
-        self._share = [",".join(self._gpus[first : first + math.ceil(gpus)]) for first in firsts]
-        self._free = list(range(count))
+        self._free = [",".join(self._gpus[first : first + math.ceil(gpus)]) for first in firsts]
         return count
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         """Start a batch; `batch` is the caller's number for it."""
-        self._grace_s = conditions.grace_s
         arguments = (self._free.pop(), batch, assignments, conditions)
         thread = threading.Thread(target=self._run, args=arguments, daemon=True)
         thread.start()
@@ -85,21 +81,21 @@ class LocalExecutor:
         except queue.Empty:
             return []
 
-    def cancel(self) -> None:
+    def cancel(self, grace_s: float) -> None:
         """End all batches, their processes included; returns within about two seconds beyond the points' grace."""
         self._cancelled.set()
-        deadline = time.monotonic() + _CANCEL_S + self._grace_s
+        deadline = time.monotonic() + _CANCEL_S + grace_s
         for thread in self._threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _run(self, slot: int, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+    def _run(self, gpus: str, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
         end = BatchEnded()
         try:
-            gpus = self._share[slot] if conditions.device == "cuda" else ""
-            for update in supervisor.supervise(assignments, conditions, gpus, self._cancelled.is_set):
+            visible = gpus if conditions.device == "cuda" else ""
+            for update in supervisor.supervise(assignments, conditions, visible, self._cancelled.is_set):
                 self._updates.put((batch, update))
         except Exception as err:
             traceback.print_exc()  # a bug of ours: its location matters more than a tidy log
             end = BatchEnded(PointState.LOST, f"the supervisor failed: {type(err).__name__}: {err}")
-        self._free.append(slot)
+        self._free.append(gpus)
         self._updates.put((batch, end))

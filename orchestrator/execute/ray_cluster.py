@@ -63,7 +63,6 @@ class RayExecutor:
         self._task: Any = None
         self._gpus: str | None = None
         self._cluster: Cluster | None = None  # for points of several ranks
-        self._grace_s = 0.0  # that points have to end
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
@@ -110,7 +109,6 @@ class RayExecutor:
         return max(1, min(room, self._spec.resources.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
-        self._grace_s = conditions.grace_s
         with _gone():
             self._live[self._task.remote(_supervise, assignments, conditions, self._gpus, self._cluster)] = batch
 
@@ -134,9 +132,9 @@ class RayExecutor:
             updates.append((batch, update))
         return updates
 
-    def cancel(self) -> None:
+    def cancel(self, grace_s: float) -> None:
         """Interrupt the tasks, which end their children; the children of a slower task die with its process."""
-        patience_s = _CANCEL_S + min(self._grace_s, _time_to_stop())
+        patience_s = _CANCEL_S + min(grace_s, _time_to_stop())
         cancelled = in_background(lambda: self._cancel_tasks(patience_s))
         if wait([cancelled], patience_s).done:  # a frozen node gives no task's end
             cancelled.result()

@@ -183,12 +183,13 @@ def _measure(
         recorder.tell = watching.tell
         recorder.write([*todo.records, *order.labels])
         often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
-        scheduler = Scheduler(executor, recorder, watching, todo, order.conditions(machine), slots=slots, **often)
+        conditions = order.conditions(machine)
+        scheduler = Scheduler(executor, recorder, watching, todo, conditions, slots=slots, **often)
         try:
             state = scheduler.run(lambda: stop.reason)
         except JournalFull:
             with suppress(ExecutorGone):
-                executor.cancel()
+                executor.cancel(conditions.grace_s)
             raise
         except Exception as err:
             scheduler.end(RunState.FAILED, PointState.LOST, f"{type(err).__name__}: {err}")

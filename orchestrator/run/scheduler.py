@@ -61,7 +61,7 @@ class Scheduler:
             if reason := stopped():  # recorded before the processes end: Ray kills a stopped job after a few seconds
                 left = self.end(RunState.CANCELLED, PointState.CANCELLED, reason)
                 try:
-                    self._executor.cancel()
+                    self._executor.cancel(self._conditions.grace_s)
                 except ExecutorGone as gone:  # the run is cancelled all the same
                     self._watcher.tell(f"warning: its processes may still run: {gone}")
                 self._watcher.tell(f"cancelled ({reason}): {left} points not measured")

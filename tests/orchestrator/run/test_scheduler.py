@@ -68,7 +68,7 @@ class Script:
             self._running.discard(batch)
         return [(batch, update)]
 
-    def cancel(self) -> None: ...
+    def cancel(self, grace_s: float) -> None: ...
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_crashed_point_that_can_go_on_is_handed_out_again(run) -> None:
 
 @pytest.mark.parametrize("gone", [False, True], ids=["", "the cluster, too"])
 def test_cancelling_ends_the_remaining_points_and_the_executor(run, monkeypatch, gone: bool) -> None:
-    def cancel() -> None:
+    def cancel(grace_s: float) -> None:
         cancelled.append(True)
         if gone:
             raise ExecutorGone("the cluster went away")
