@@ -61,8 +61,6 @@ class RayExecutor:
         if (job := provenance.submission_id()) and (held := interruptibly(lambda: _held(job))):
             self._share.check_beside(self._nodes, *held)
         self._task: Any = None
-        self._gpus: str | None = None
-        self._cluster: Cluster | None = None  # for points of several ranks
         self._live: dict[Any, int] = {}  # ray.ObjectRefGenerator -> batch
         # Once a card was probed, tasks request that type only, which may be narrower than the spec.
         self._watch = ClusterWatch(head, lambda: self._share.check([*_nodes().values()]))
@@ -101,16 +99,17 @@ class RayExecutor:
 
     def slots(self, machine: Machine) -> int:
         share = self._share = Share.of(self._spec, gpus_per_point(self._spec, machine), self._type)
-        self._cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
-        cpus, gpus = (0, 0) if self._cluster else (share.cpus, share.gpus)
+        cpus, gpus = (0, 0) if share.ranks > 1 else (share.cpus, share.gpus)
         self._task = _task(cpus, gpus, share.card_type)
-        self._gpus = None if gpus else ""
         room = share.points([*self._nodes.values()])
         return max(1, min(room, self._spec.resources.workers or room))
 
     def submit(self, batch: int, assignments: Sequence[Assignment], conditions: Conditions) -> None:
+        share = self._share
+        cluster = Cluster(share.cpus, share.gpus, share.card_type) if share.ranks > 1 else None
         with _gone():
-            self._live[self._task.remote(_supervise, assignments, conditions, self._gpus, self._cluster)] = batch
+            visible = None if share.gpus and cluster is None else ""
+            self._live[self._task.remote(_supervise, assignments, conditions, visible, cluster)] = batch
 
     def poll(self, timeout: float) -> list[tuple[int, Update | BatchEnded]]:
         import ray

@@ -168,9 +168,9 @@ def _measure(
 ) -> int:
     slots, run = executor.slots(machine), f"run {order.run_id}"
     headline = Quantities(todo.run.quantities or ()).names(role=Role.HEADLINE)
-    with Watcher(todo.labels, todo.settled.total(), headline) as watching:
+    with Watcher(todo.labels, todo.states.total(), headline) as watching:
         where = f"{len(todo.assignments)} points to measure on {machine.device} ({machine.name}), {slots} at a time"
-        settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.settled.items()))
+        settled = ", ".join(f"{count} {state}" for state, count in sorted(todo.states.items()))
         watching.tell(f"{run}: {where}" + (f"; settled: {settled}" if settled else ""))
         watching.tell(f"results: {hide_password(order.settings.database)}; journal and artifacts: {order.folder}")
         if order.settings.artifact_store:
@@ -199,8 +199,7 @@ def _measure(
             state = RunState.FAILED
             watching.tell(f"error: {err}; continue later: python -m jobs --resume {order.run_id}")
         notes = recorder.close(stopped=lambda: stop.reason)
-    console, states = terminal.wide_console(), scheduler.states + todo.settled
-    failures = todo.failures + scheduler.failures
+    console, states, failures = terminal.wide_console(), todo.states, todo.failures
     happened = RunState.FAILED if state is RunState.DONE and failures and not states[PointState.OK] else state
     words = run_in_words({"state": happened, "failed": failures, "points": states.total()})
     ended = webhook.Ended(todo.run, words, failures, states.total())

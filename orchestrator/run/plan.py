@@ -65,9 +65,9 @@ class Plan:
         self.run = run
         self.records: list[rec.Record] = [run]  # to be journalled at the beginning
         self.assignments: list[Assignment] = []
-        self.settled: Counter[PointState] = Counter()  # number of points that need no measuring
+        self.states: Counter[PointState] = Counter()  # of points that have ended, or need no measuring
         self.labels: dict[str, str] = {}  # point id -> label, of all points
-        self.failures = 0  # settled points that failed; a failure that answers a search is none
+        self.failures = 0  # of these, those that failed; a failure that answers a search is none
         self.broken = False  # whether the kind's search failed
         self._machines, self._further, self._old, self._again = machines, further, old, again
         self._ids = {point.label: point_id for point_id, point in old.points.items()}
@@ -99,8 +99,7 @@ class Plan:
 
     def after(self, point: Point, outcome: rec.OutcomeRecord) -> tuple[list[rec.Record], list[Assignment]]:
         """Records and assignments of the points that follow from a point's end."""
-        metrics = {metric.name: metric.value for metric in outcome.metrics}
-        self._ended.append(EndedPoint(point, outcome.state, outcome.reason, metrics))
+        self._settle(point, outcome.state, outcome.reason, {each.name: each.value for each in outcome.metrics})
         records, assignments = len(self.records), len(self.assignments)
         self._add(self._following())
         return self.records[records:], self.assignments[assignments:]
@@ -136,8 +135,8 @@ class Plan:
         self._begin(point_id, point, key, attempt=newest.number + (newest.state is not PointState.PENDING))
 
     def _settle(self, point: Point, state: PointState, reason: str | None, metrics: Mapping[str, float]) -> None:
-        self.settled[state] += 1
-        self.failures += fails(point, state)
+        self.states[state] += 1
+        self.failures += state not in (PointState.OK, PointState.SKIPPED, *point.answers)
         if state is not PointState.SKIPPED:
             self._ended.append(EndedPoint(point, state, reason, metrics))
 
@@ -263,11 +262,6 @@ def history(records: Iterable[rec.Record]) -> History | None:
             elif end_attempt(point, record) and point.attempt == record.attempt:
                 found.metrics[record.point_id] = {metric.name: metric.value for metric in record.metrics}
     return found
-
-
-def fails(point: Point, state: PointState) -> bool:
-    """Whether a point's end makes its run fail."""
-    return state not in (PointState.OK, PointState.SKIPPED, *point.answers)
 
 
 def begun(run_id: str, artifacts: Path) -> rec.RunRecord:

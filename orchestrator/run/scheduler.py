@@ -13,7 +13,7 @@ from jobs.schema.states import PointState, RunState
 from orchestrator.artifact_url import is_local
 from orchestrator.errors import ExecutorGone
 from orchestrator.execute.supervisor import Assignment, BatchEnded, Conditions, Update
-from orchestrator.run.plan import Plan, fails
+from orchestrator.run.plan import Plan
 from orchestrator.run.progress import Watcher
 from orchestrator.store import records as rec
 from orchestrator.store.journal import Recorder
@@ -52,8 +52,6 @@ class Scheduler:
         self._repeated: Counter[tuple[str, PointState]] = Counter()  # point id and the state of its ended attempts
         self._nodes: dict[str, str | None] = {}  # point id -> node of its last start
         self._files: dict[str, str] = {}  # node -> the first file that it kept
-        self.states: Counter[PointState] = Counter()  # of ended points
-        self.failures = 0  # ended points that failed; a failure that answers a search is none
 
     def run(self, stopped: Callable[[], str | None]) -> RunState:
         """Measure all points, or until `stopped` gives a reason to cancel. Records the run's end, too."""
@@ -132,8 +130,6 @@ class Scheduler:
             self._queue.append(replace(assignment, attempt=assignment.attempt + 1))
             return
         self._write([outcome])
-        self.states[state] += 1
-        self.failures += fails(assignment.point, state)
         records, assignments = self._plan.after(assignment.point, outcome)
         self._queue.extend(assignments)
         if records:  # each write is synced
@@ -145,5 +141,5 @@ class Scheduler:
         outcomes = [rec.OutcomeRecord(**a.ids, state=point, reason=reason) for a in left]
         ids = {"run_id": self._plan.run.run_id, "resumed": self._plan.run.resumed}
         self._recorder.write([*outcomes, rec.RunEndRecord(**ids, state=run, reason=reason)])
-        self.states.update([point] * len(left))
+        self._plan.states.update([point] * len(left))
         return len(left)

@@ -102,7 +102,7 @@ def test_a_search_goes_on_where_it_was_killed(most: int) -> None:
     assert sorted(todo.labels) == ["r/0", "r/1", "r/2", "r/3", "r/4"]
     measured = [each.point_id for each in journal if isinstance(each, OutcomeRecord) and each.state is PointState.OK]
     assert len(measured) == len(set(measured)), "no size is measured twice"
-    assert (todo.failures, todo.settled.total()) == (0, min(most, 4) + 1), "the conclusion, too"
+    assert (todo.failures, todo.states.total()) == (0, 5), "the conclusion, too"
 
 
 def test_points_whose_sources_are_as_before_again_are_not_measured() -> None:

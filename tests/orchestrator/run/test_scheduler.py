@@ -86,7 +86,7 @@ def run(tmp_path: Path):
             often = {"slots": 1, "retries": 1, **often}
             scheduler = Scheduler(executor, recorder, watcher, todo, conditions, **often)  # type: ignore[arg-type]
             state = scheduler.run(stopped)
-        return state, scheduler.states, list(journal.read(path))
+        return state, todo.states, list(journal.read(path))
 
     return run
 
