@@ -1,5 +1,6 @@
 """The list of runs: each with its headline figure, and what differs from the run of its kind below it."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,12 @@ def answer(store: Store, run_id: str) -> str:
         rows = numbers.loc[numbers["metric"] == quantity.name].sort_values("value")
         alike = [column for column in (*series_columns(rows), "batch") if column != "implementation"]
         both: list[tuple[Row, Row]] = []
-        for _, group in rows.groupby(["seq_len", *alike], dropna=False):
-            ordered = group.to_dict("records")[:: -1 if quantity.better is Better.HIGHER else 1]
+        groups: dict[int, list[Row]] = defaultdict(list)
+        numbered = rows.groupby(["seq_len", *alike], dropna=False).ngroup()
+        for group, row in zip(numbered, rows.to_dict("records"), strict=True):
+            groups[group].append(row)
+        for group in sorted(groups):
+            ordered = groups[group][:: -1 if quantity.better is Better.HIGHER else 1]
             nsa = [row for row in ordered if row["implementation"] in _OURS]
             rest = [row for row in ordered if row not in nsa]
             others = [row for row in rest if row["kind"] == "peers" or is_dense(row["implementation"] or "")]
