@@ -7,8 +7,8 @@ from typing import Any
 
 import pynvml
 
-# Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
 _UUID = len("GPU-00000000-0000-0000-0000-000000000000")
+# Clock event reasons that slow a GPU against its will (NVML documentation, nvmlClocksEventReasons).
 POWER_CAP = 0x4
 THROTTLES = {
     POWER_CAP: "software power cap",

@@ -190,16 +190,17 @@ def _findings(
         level = Level.BAD if blamed else Level.UNKNOWN
         findings.append(Finding("preflight", level, row["state"], row["reason"] or "", fix))
 
-    if (driver := gpu.get("driver")) is None:
-        findings.append(Finding("driver", Level.UNKNOWN, why=missing))
-    elif (cards := drivers.total()) < FEWEST:
-        why = f"the driver of {cards} cards is known; {FEWEST} make a fleet to hold it against"
-        findings.append(Finding("driver", Level.UNKNOWN, driver, why))
-    elif drivers[driver] < (most := drivers.most_common(1)[0])[1]:
-        why, fix = f"{most[1]} of {cards} cards have {most[0]}", "install the same driver on all nodes"
-        findings.append(Finding("driver", Level.WARN, driver, why, fix))
-    else:
-        findings.append(Finding("driver", Level.OK, driver))
+    def hold(check: str, value: str | None, alone: str, level: Level, why: str, fix: str) -> None:
+        """Note the level of a value; UNKNOWN where it is missing, or `alone`, without others to hold it against."""
+        if value is None or alone:
+            findings.append(Finding(check, Level.UNKNOWN, value or "–", missing if value is None else alone))
+        else:
+            findings.append(Finding(check, level, value, *((why, fix) if level != Level.OK else ())))
+
+    driver, cards, [(usual, most)] = gpu.get("driver"), drivers.total(), drivers.most_common(1) or [("", 0)]
+    few = f"the driver of {cards} cards is known; {FEWEST} make a fleet to hold it against" if cards < FEWEST else ""
+    level, why = Level.WARN if drivers[driver or ""] < most else Level.OK, f"{most} of {cards} cards have {usual}"
+    hold("driver", driver, few, level, why, "install the same driver on all nodes")
 
     xids = ", ".join(map(str, dict.fromkeys(gpu.get("xids") or ())))
     for check, (quantities, shows, faults) in _BY_ITSELF.items():
@@ -212,27 +213,18 @@ def _findings(
         fault = next((each for each in faults if each.present(*values)), _Fault(bool, Level.OK, "", ""))
         findings.append(Finding(check, fault.level, value, fault.why.format(*values), fault.fix.format(*values)))
 
-    count = figures.get(health.GPU_COUNT.name)
-    shown = "–" if count is None else f"{count:.0f}"
-    if count is None or len(counts) < 2:
-        why = missing if count is None else "the node's first preflight: nothing to hold it against"
-        findings.append(Finding("count", Level.UNKNOWN, shown, why))
-    elif count < max(counts):
-        fix = "find the card that is gone (nvidia-smi, dmesg); restart the node"
-        findings.append(Finding("count", Level.BAD, shown, f"this node lately had {max(counts):.0f}", fix))
-    else:
-        findings.append(Finding("count", Level.OK, shown))
+    count, lately = figures.get(health.GPU_COUNT.name), max(counts, default=0)
+    shown = None if count is None else f"{count:.0f}"
+    first = "the node's first preflight: nothing to hold it against" if len(counts) < 2 else ""
+    level, why = Level.BAD if (count or 0) < lately else Level.OK, f"this node lately had {lately:.0f}"
+    hold("count", shown, first, level, why, "find the card that is gone (nvidia-smi, dmesg); restart the node")
 
     for check, (quantity, fix) in _BESIDE.items():
-        value, points = figures.get(quantity.name), len(fleet[check])
-        shown = "–" if value is None else readable(value, quantity.unit)
-        if value is None or points < FEWEST:
-            few = f"{points} stored points of this card's type and sizes; {FEWEST} make a median to hold it against"
-            findings.append(Finding(check, Level.UNKNOWN, shown, missing if value is None else few))
-            continue
-        usual = median(fleet[check])
-        share = value / usual if usual else 1.0
+        value, points, usual = figures.get(quantity.name), len(fleet[check]), median(fleet[check] or [0.0])
+        few = f"{points} stored points of this card's type and sizes; {FEWEST} make a median to hold it against"
+        share = (value or 0.0) / usual if usual else 1.0
         level = Level.BAD if share < _BAD else Level.WARN if share < _WARN else Level.OK
         why = f"{100 * share:.0f} % of the fleet's median, {readable(usual, quantity.unit)} in {points} points"
-        findings.append(Finding(check, level, shown, *((why, fix) if level != Level.OK else ())))
+        shown = None if value is None else readable(value, quantity.unit)
+        hold(check, shown, few if points < FEWEST else "", level, why, fix)
     return findings
