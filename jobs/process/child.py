@@ -238,8 +238,9 @@ class DeadlineWatch:
                             low -= max(0, waited_s(self.child.pid) - self._waited)
                         if not (low - _STALL_S) / apart <= took <= high * apart + _STALL_S:
                             both = f"{took:.3g} s by the process's clock, {max(0, low):.3g} to {high:.3g} s by its"
-                            why = f"{what} took {both} parent's; measure without what replaces the clock"
-                            return events[:number], Ended(PointState.ERROR, f"WrongResult: {why}")
+                            fix = "measure on an idle machine, without what replaces the clock"
+                            reason = f"WrongResult: {what} took {both} parent's; {fix}"
+                            return events[:number], Ended(PointState.ERROR, reason)
                     if self._last_beat is not None and phase == self.phase and phase.startswith(WAITING):
                         self._start += now - self._last_beat  # the point's deadline does not run
                     self._last_beat, self.phase = now, phase
