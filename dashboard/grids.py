@@ -48,7 +48,8 @@ def runs(frame: pd.DataFrame, notes: Mapping[str, Note], key: str) -> str | None
     zone = str(parts.zone())
     started = st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm", timezone=zone, help=zone)
     columns: dict[str, Any] = {"Ended": ended, "Started": started}
-    columns |= dict.fromkeys(("Points", "Headline figure"), st.column_config.TextColumn(width="medium"))
+    columns |= {"Run": st.column_config.TextColumn(width=130), "State": st.column_config.TextColumn(width=150)}
+    columns["Headline figure"] = st.column_config.TextColumn(width=330)
     return _clicked(cells, [row["run_id"] for row in rows], columns, key)
 
 

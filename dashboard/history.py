@@ -1,6 +1,7 @@
 """History page: a cell over commits and time, and the changes of all cells that runs of a name measured."""
 
 from collections import Counter
+from contextlib import suppress
 
 import pandas as pd
 import streamlit as st
@@ -13,6 +14,7 @@ from orchestrator.errors import UserError
 from orchestrator.report import series
 from orchestrator.report.charts import drawn
 from orchestrator.report.history import History, all_changes, changes_table, differing, readings_table, result
+from orchestrator.store import Store
 
 
 @data.explained
@@ -27,7 +29,7 @@ def page() -> None:
     names = [name for name, count in counted.items() if count > 1]
     known_values("name", names)
     left, right = st.columns([3, 2])
-    name = left.selectbox("Runs named", names, key="name", bind="query-params")
+    name = left.selectbox("Runs named", names, index=_usual(store, names), key="name", bind="query-params")
     metrics = data.quantities(store, runs.loc[runs["name"] == name, "run_id"].tolist()).names() if name else []
     known_values("metric", metrics)
     usual = metrics.index("time") if "time" in metrics else 0
@@ -64,6 +66,15 @@ def page() -> None:
     cell = st.selectbox("Cell", cells, index=index, key="cell", bind="query-params")
     if cell:
         _cell(found[cells.index(cell)], quantity)
+
+
+def _usual(store: Store, names: list[str]) -> int:
+    """The place of the first name whose runs measured the time of a cell twice; 0 without."""
+    for place, name in enumerate(names):
+        with suppress(UserError):
+            data.histories(store, "time", name)
+            return place
+    return 0
 
 
 def _cell(history: History, quantity: Quantity) -> None:

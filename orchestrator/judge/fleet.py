@@ -193,12 +193,15 @@ def _findings(
     def hold(check: str, value: str | None, alone: str, level: Level, why: str, fix: str) -> None:
         """Note the level of a value; UNKNOWN where it is missing, or `alone`, without others to hold it against."""
         if value is None or alone:
-            findings.append(Finding(check, Level.UNKNOWN, value or "–", missing if value is None else alone))
+            reason = (missing,) if value is None else (alone, "look again, or at more cards")
+            findings.append(Finding(check, Level.UNKNOWN, value or "–", *reason))
         else:
             findings.append(Finding(check, level, value, *((why, fix) if level != Level.OK else ())))
 
     driver, cards, [(usual, most)] = gpu.get("driver"), drivers.total(), drivers.most_common(1) or [("", 0)]
-    few = f"the driver of {cards} cards is known; {FEWEST} make a fleet to hold it against" if cards < FEWEST else ""
+    few = (
+        f"too few cards to compare with: the driver of {cards} is known, {FEWEST} are needed" if cards < FEWEST else ""
+    )
     level, why = Level.WARN if drivers[driver or ""] < most else Level.OK, f"{most} of {cards} cards have {usual}"
     hold("driver", driver, few, level, why, "install the same driver on all nodes")
 
@@ -215,13 +218,13 @@ def _findings(
 
     count, lately = figures.get(health.GPU_COUNT.name), max(counts, default=0)
     shown = None if count is None else f"{count:.0f}"
-    first = "the node's first preflight: nothing to hold it against" if len(counts) < 2 else ""
+    first = "the node's first preflight: nothing to compare with" if len(counts) < 2 else ""
     level, why = Level.BAD if (count or 0) < lately else Level.OK, f"this node lately had {lately:.0f}"
     hold("count", shown, first, level, why, "find the card that is gone (nvidia-smi, dmesg); restart the node")
 
     for check, (quantity, fix) in _BESIDE.items():
         value, points, usual = figures.get(quantity.name), len(fleet[check]), median(fleet[check] or [0.0])
-        few = f"{points} stored points of this card's type and sizes; {FEWEST} make a median to hold it against"
+        few = f"too few points to compare with: {points} of this card's type and sizes, {FEWEST} are needed"
         share = (value or 0.0) / usual if usual else 1.0
         level = Level.BAD if share < _BAD else Level.WARN if share < _WARN else Level.OK
         why = f"{100 * share:.0f} % of the fleet's median, {readable(usual, quantity.unit)} in {points} points"

@@ -129,7 +129,7 @@ def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], value
     shown = _as_json(rows)
 
     def filled(part: Any) -> Any:
-        """The part with the given values, and with the fixed colours of its rows."""
+        """The part with the given values, the fixed colours of its rows, and ticks where these have lengths."""
         if isinstance(part, list):
             return [filled(each) for each in part]
         if isinstance(part, str) and part.startswith("$"):
@@ -141,6 +141,10 @@ def _chart(declared: Mapping[str, Any], rows: Sequence[Mapping[Any, Any]], value
         if isinstance(color, dict) and (look := _LOOKS.get(color.get("field", ""))):
             names = list(dict.fromkeys(row[color["field"]] for row in shown))
             part["color"] = color | {"scale": {"domain": names, "range": [look(name) for name in names]}}
+        if part.get("field") == "seq_len" and "axis" in part:
+            found = [row["seq_len"] for row in shown if row.get("seq_len")]
+            ticks = [2**power for power in range(64) if found and min(found) <= 2**power <= max(found)]
+            part["axis"] |= {"values": ticks or found}
         return part
 
     spec = {name: filled(part) for name, part in declared.items() if name != "query"}

@@ -9,7 +9,7 @@ import pandas as pd
 
 from jobs.schema.axes import MORE
 from jobs.schema.plain_text import in_a_line
-from jobs.schema.quantities import THROUGHPUT, Better, Quantity, Role, readable
+from jobs.schema.quantities import THROUGHPUT, Better, Quantity, Role, in_words, readable
 from jobs.schema.states import Origin, run_in_words
 from orchestrator.judge.analysis import series_columns
 from orchestrator.judge.scope import RANKS
@@ -144,7 +144,7 @@ def _figure(row: Mapping[str, Any] | None) -> str:
         return ""
     length = "" if row["seq_len"] is None else f" at S={row['seq_len']:,}"
     what = named(row["implementation"] or row["label"])
-    return f"{row['metric']} {readable(row['value'], row['unit'])}: {what}{length}"
+    return f"{in_words(row['metric'])} {readable(row['value'], row['unit'])}, {what}{length}"
 
 
 def _differences(spec: Mapping[str, Any], below: Mapping[str, Any]) -> str:

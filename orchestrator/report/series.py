@@ -85,7 +85,8 @@ def labels(rows: Sequence[Row], quantities: Quantities) -> dict[str, str]:
                 value = shape(row)
             elif coordinate.startswith(MORE) and value:
                 value = f"{coordinate.removeprefix(MORE)} {value}"
-            longer[one] = f"{names[one]} · {value}" if shared[names[one]] > 1 and value else names[one]
+            apart = value and (shared[names[one]] > 1 or coordinate == "metric")
+            longer[one] = f"{names[one]} · {value}" if apart else names[one]
         if len(set(longer.values())) > len(set(names.values())):
             names = longer
     return names

@@ -108,7 +108,7 @@ def test_the_overview_shows_runs_and_counts_and_notices_that_its_database_goes_a
     latest = app.dataframe[0].value
     assert latest["ID"].tolist() == [RUN]
     assert latest["Points"].tolist() == ["24 ok · 3 failed · 1 skipped"]
-    assert latest["Headline figure"][0].startswith("time ")
+    assert latest["Headline figure"][0].startswith("Time ")
     assert "11 failed" in text(app)
     assert "nsa.db" in "".join(caption.value for caption in app.sidebar.caption)
     for file in tmp_path.glob("nsa.db*"):
@@ -270,7 +270,7 @@ def test_failures_of_the_day_and_cards_have_their_pages(complete: str, monkeypat
     assert f"[{run_id}](runs?run={run_id})" in said
     assert "silent for 60 s" in said
     ended = now.astimezone(ZoneInfo("Asia/Tokyo"))
-    assert f"{ended:%a %H:%M} JST" in said
+    assert f"{ended:%a %H:%M} JST" in said.replace("\N{NO-BREAK SPACE}", " ")
     said = text(show("fleet"))
     assert f"{ended:%Y-%m-%d %H:%M} JST" in said
     assert "✗ **BAD**" in said

@@ -25,7 +25,7 @@ TWO = "20261124-224434-train-2gpu-663c"  # on two ranks
         ("20261129-001732-train-m7c-9c95", "; held-out loss 2.485 nat/byte of NSA (Triton), 2.442 nat/byte of dense"),
         (TWO, f"2 ranks 1.02 times as fast as one at the same batch ({ONE})"),
         ("20261124-224234-train-2gpu-caf0", f"2 ranks 1.74 times as fast as one at as many sequences a rank ({ONE})"),
-        (ONE, "time 15.49 ms: NSA (Triton) at S=2,048"),
+        (ONE, "Time 15.49 ms, NSA (Triton) at S=2,048"),
     ],
 )
 def test_a_run_is_answered_in_a_sentence(store: Store, run: str, said: str):
