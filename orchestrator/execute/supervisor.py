@@ -113,11 +113,7 @@ class _Slot:
     """A slot's process, started when needed, and its GPUs."""
 
     def __init__(
-        self,
-        conditions: Conditions,
-        gpus: str | None,
-        stopped: Callable[[], bool],
-        cluster: messages.Cluster | None,
+        self, conditions: Conditions, gpus: str | None, stopped: Callable[[], bool], cluster: messages.Cluster | None
     ) -> None:
         self.conditions, self.stopped, self.cluster = conditions, stopped, cluster
         self.gpus = Gpus(gpus if conditions.device == "cuda" else "", stopped)

@@ -14,13 +14,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.schema.plain_text import in_a_line
-from orchestrator.database_url import (
-    SETTING,
-    StoreError,
-    StoreUnavailable,
-    hide_password,
-    sqlite_path,
-)
+from orchestrator.database_url import SETTING, StoreError, StoreUnavailable, hide_password, sqlite_path
 from orchestrator.store import views
 from orchestrator.store.models import Base
 

@@ -24,12 +24,7 @@ class Kind(StrEnum):
     DISK = "fill the disk under a journal"
 
 
-_LASTS_S = {
-    Kind.RAYLET: (2.0, 10.0),
-    Kind.FREEZE: (3.0, 20.0),
-    Kind.STOP: (3.0, 15.0),
-    Kind.DISK: (3.0, 15.0),
-}
+_LASTS_S = {Kind.RAYLET: (2.0, 10.0), Kind.FREEZE: (3.0, 20.0), Kind.STOP: (3.0, 15.0), Kind.DISK: (3.0, 15.0)}
 
 
 @dataclass(frozen=True)

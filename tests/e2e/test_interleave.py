@@ -73,7 +73,7 @@ def test_a_commit_and_todays_sources_are_measured_in_turns_and_compared(tmp_path
     done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)  # outside, as anyone may
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("turn ")] == [
-        *(f"turn 1 of 1: {name}" for name in (before[:7], "today")),
+        *(f"turn 1 of 1: {name}" for name in (before[:7], "today"))
     ]
     assert "2 cells: 1 slower, 1 same; mean ratios: fake 1.015" in done.stdout
     with Store.open(f"sqlite:///{home}/var/nsa.db", readonly=True) as store:

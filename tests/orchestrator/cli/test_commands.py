@@ -197,11 +197,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("command", "package"),
-    [
-        (console_script(), "typer"),
-        (console_script(), "pydantic_settings"),
-        (JOBS, "pydantic"),
-    ],
+    [(console_script(), "typer"), (console_script(), "pydantic_settings"), (JOBS, "pydantic")],
     ids=["nsa-typer", "nsa-settings", "jobs-pydantic"],
 )
 def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path: Path, command: list[str], package: str) -> None:

@@ -366,11 +366,7 @@ def _link(here: Path, target: str) -> None:
         (None, "nowhere", r"data.path: 'nowhere': there is no such file in .*/here; correct it, or put it on storage"),
         (lambda here: _link(here, "/usr"), "corpus", "'corpus/link': is a link to /usr, out of the folder"),
         (lambda here: _link(here, "/etc/hostname"), "corpus/link", "is a link to /etc/hostname, out of the folder"),
-        (
-            lambda here: _link(here, "."),
-            "corpus",
-            "'corpus/link': is a link to a folder; remove the link",
-        ),
+        (lambda here: _link(here, "."), "corpus", "'corpus/link': is a link to a folder; remove the link"),
         (lambda here: (here / "empty").mkdir(), "empty", "'empty': holds no files"),
     ],
 )

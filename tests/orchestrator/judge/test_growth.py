@@ -90,8 +90,7 @@ def test_without_an_overhead_the_plain_law_is_chosen(exponent: float):
 
 
 @pytest.mark.parametrize(
-    ("quadratic", "noise", "lengths"),
-    [(0.0, 0.01, SWEEP), (0.2, 0.01, OCTAVES), (0.2, 0.03, OCTAVES)],
+    ("quadratic", "noise", "lengths"), [(0.0, 0.01, SWEEP), (0.2, 0.01, OCTAVES), (0.2, 0.03, OCTAVES)]
 )
 def test_the_share_of_the_quadratic_part_holds_the_truth(quadratic: float, noise: float, lengths: np.ndarray):
     """In 95 of 100 draws, on overhead + linear + quadratic as on overhead + linear."""

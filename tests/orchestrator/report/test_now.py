@@ -84,7 +84,7 @@ def test_what_waits_says_why_and_its_place(store: Store) -> None:
     ]
     found = lines(store, "Waiting", jobs)
     assert [(each["Place"], each["Run"]) for each in found] == [
-        *(("", "train"), ("1 of 2", "one"), ("2 of 2", "two"), ("", "raysubmit_9")),
+        *(("", "train"), ("1 of 2", "one"), ("2 of 2", "two"), ("", "raysubmit_9"))
     ]
     assert [each["Why"] for each in found] == [
         "points: 1 waiting for a slot, 1 running",

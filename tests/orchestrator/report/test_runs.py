@@ -18,10 +18,7 @@ TWO = "20261124-224434-train-2gpu-663c"  # on two ranks
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (
-            "20261128-105241-bench-3dc2",
-            "is 3.55 times as fast as dense at S=32,768 (forward+backward, 12/2 d64)",
-        ),
+        ("20261128-105241-bench-3dc2", "is 3.55 times as fast as dense at S=32,768 (forward+backward, 12/2 d64)"),
         ("20261129-001732-train-m7c-9c95", "; held-out loss 2.485 nat/byte of NSA (Triton), 2.442 nat/byte of dense"),
         (TWO, f"2 ranks 1.02 times as fast as one at the same batch ({ONE})"),
         ("20261124-224234-train-2gpu-caf0", f"2 ranks 1.74 times as fast as one at as many sequences a rank ({ONE})"),
