@@ -24,7 +24,7 @@ from jobs.schema.states import PointState, RunState, run_in_words
 from jobs.specs.kinds import axes_of, kind_module
 from jobs.specs.spec import SpecError
 from orchestrator import provenance, terminal
-from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
+from orchestrator.database_url import StoreError, hide_password, sqlite_path
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
@@ -126,11 +126,12 @@ def _run(order: Order, stop: _Stop) -> int:
         except BaseException as err:
             if recorder and job:
                 recorder.write(never_began(run, err))
-                for line in recorder.close(TIMEOUT_S if isinstance(err, Exception) else STOP_S):
+                failed = isinstance(err, Exception)
+                notes = recorder.close(TIMEOUT_S if failed else STOP_S)
+                if failed:
+                    notes += webhook.tell(order.settings, webhook.Ended(run, "failed before its first point", 0, 0))
+                for line in notes:
                     terminal.warn(f"warning: {line}")
-                told = webhook.Ended(run, "failed before its first point", 0, 0)
-                if isinstance(err, Exception) and (problem := webhook.tell(order.settings, told)):
-                    terminal.warn(f"warning: {problem}")
             raise
         stop.measuring = True
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT])  # Ray blocks SIGINT in jobs
@@ -150,8 +151,6 @@ def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, pla
             raise UserError(f"journal: {str(journal.path)!r}: {problem}")
         store.take_lease(order.run_id)
         plan.check_complete(store, history)
-    except StoreUnavailable:
-        raise
     except UserError as err:  # another driver may be measuring the run just now
         raise _RefusedError(str(err)) from None
     return journal, history
@@ -215,8 +214,7 @@ def _measure(
                 ended = ended.judged(store, found) if order.settings.webhook else ended
             except Exception as err:  # whatever it is
                 notes.append(f"NSA_WEBHOOK: was told no verdict ({type(err).__name__}: {err}); nsa gate {order.run_id}")
-    if problem := webhook.tell(order.settings, ended):
-        notes.append(problem)
+    notes += webhook.tell(order.settings, ended)
     for line in (*notes, f"{run}: {words}"):
         console.print(line, markup=False, soft_wrap=True)
     if state is RunState.CANCELLED:

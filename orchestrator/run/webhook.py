@@ -89,16 +89,16 @@ class Ended:
         return {"text": text, **about, **{name: value for name, value in asdict(self).items() if name != "run"}}
 
 
-def tell(settings: Settings, ended: Ended) -> str | None:
+def tell(settings: Settings, ended: Ended) -> list[str]:
     """Tell the settings' webhook, if there is one. Returns a line about a failure."""
     if (url := settings.webhook) is None:
-        return None
+        return []
     try:
         content = json.dumps(ended.message(url)).encode()
         request = Request(url, content, {"Content-Type": "application/json", "User-Agent": "nsa-bench"})
         local = urlsplit(url).hostname in (LOOPBACK, "localhost")  # which a proxy does not reach
         with build_opener(_Stay, ProxyHandler({} if local else None)).open(request, timeout=_TIMEOUT_S):
-            return None
+            return []
     except Exception as err:  # whatever it is; only errors of the network say nothing of the URL, which is a secret
         why = str(err) if isinstance(err, OSError) else type(err).__name__
-        return f"NSA_WEBHOOK: was not told of the run's end ({why}); correct it, or remove it"
+        return [f"NSA_WEBHOOK: was not told of the run's end ({why}); correct it, or remove it"]
