@@ -17,7 +17,7 @@ from jobs.schema.point import Beat, Machine, Measurement, Point
 from jobs.schema.training_plan import MODE_AXES, TrainingPlan, mode_of
 from jobs.specs.fields import BYTES, Count, ModelledSpec, Several
 from jobs.specs.fit import backend_reasons, refuse_idle
-from jobs.specs.spec import Recovery, SpecError
+from jobs.specs.spec import SpecError
 from jobs.specs.user_files import is_missing
 from jobs.training.case import CheckpointSpec, Layout, OptimizerSpec, Parallel, TextCase, check_warm_up, divided
 from jobs.training.data.corpus import DataError, held_out
@@ -192,8 +192,8 @@ class TrainingSpec(ModelledSpec):
         return {}
 
     @property
-    def recovery(self) -> Recovery:
-        return Recovery() if self.checkpoints is None else Recovery(self.restarts, keeps=True)
+    def keeps_checkpoints(self) -> bool:
+        return self.checkpoints is not None
 
     @property
     def world_size(self) -> int:

@@ -4,7 +4,7 @@ import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -147,14 +147,6 @@ _Variables = dict[Annotated[str, AfterValidator(_check_name)], Annotated[str, Af
 _Interpreter = Annotated[str, Field(max_length=_SIZES["python"]), AfterValidator(_absolute)]
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """Treatment of points that are interrupted."""
-
-    restarts: int = 0  # times that a point whose process crashed is handed out again
-    keeps: bool = False  # checkpoints: points get time to save one before they are killed, and go on from it
-
-
 class JobSpec(Strict):
     """Fields that every kind has."""
 
@@ -204,8 +196,9 @@ class JobSpec(Strict):
         return sorted({name for env in self.env for name in env})
 
     @property
-    def recovery(self) -> Recovery:
-        return Recovery()
+    def keeps_checkpoints(self) -> bool:
+        """Whether points get time to save a checkpoint before they are killed, and go on from it."""
+        return False
 
     @property
     def world_size(self) -> int:

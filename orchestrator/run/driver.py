@@ -181,7 +181,7 @@ def _measure(
                 watching.tell(f"skipped   {record.label}: {record.reason}")
         recorder.tell = watching.tell
         recorder.write([*todo.records, *order.labels])
-        often = {"retries": order.spec.retries, "restarts": order.spec.recovery.restarts}
+        often = {"retries": order.spec.retries, "restarts": getattr(order.spec, "restarts", 0)}  # of trainings
         conditions = order.conditions(machine)
         scheduler = Scheduler(executor, recorder, watching, todo, conditions, slots=slots, **often)
         try:

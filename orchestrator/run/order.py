@@ -75,7 +75,7 @@ class Order:
             settings=tuple(spec.settings),
             card=machine.name if machine.device == "cuda" else None,
             store=self.settings.artifact_store_url,
-            grace_s=_GRACE_S if spec.recovery.keeps else 0.0,
+            grace_s=_GRACE_S if spec.keeps_checkpoints else 0.0,
         )
 
 

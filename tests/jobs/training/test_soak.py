@@ -227,7 +227,7 @@ def test_a_point_has_time_for_its_soak_and_a_resumed_one_is_the_same(text: Path)
     keys = [each.points(CPU)[0].key("code", CPU) for each in (spec, again)]
     assert keys[0] == keys[1]
     (point,) = spec.points(CPU)
-    assert (point.kind, point.axes.more["minutes"], spec.recovery.keeps) == ("soak", 180, True)
+    assert (point.kind, point.axes.more["minutes"], spec.keeps_checkpoints) == ("soak", 180, True)
 
 
 def test_a_piece_that_could_save_nothing_ends_the_soak(
