@@ -29,7 +29,7 @@ from orchestrator.judge.decisions import Decision
 from orchestrator.report import bench
 from orchestrator.report.evidence import ANY, Evidence, LoadSpec, Spec, device, tally
 from orchestrator.report.table import Table
-from orchestrator.report.write import Facts, growth_chart
+from orchestrator.report.write import FIRST, Facts, growth_chart
 from orchestrator.settings import example_spec
 from orchestrator.store import Store, queries
 from orchestrator.store.exporter import OutputError, to_csv, to_json, write_file
@@ -37,6 +37,7 @@ from orchestrator.store.exporter import OutputError, to_csv, to_json, write_file
 SUFFIX = ".j2"
 FORMATS = ("md", "html", "csv", "json")
 _NAME = 100  # characters of a picture's title
+_ROWS = 40  # of a table that a reader sees before all else
 
 
 def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path | None = None) -> str:
@@ -52,7 +53,10 @@ def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path |
         raise UserError(f"RUN: no runs are stored; submit one: nsa submit {example_spec()}")
     if format in ("md", "html"):
         facts = Facts(store, run_ids)
-        about = {"title": facts.title, "tables": list(facts.tables())}
+        tables = list(facts.tables())
+        first = [each for each in tables if each.title.split(",")[0] in FIRST and 0 < len(each.rows) <= _ROWS]
+        about = {"title": facts.title, "answers": list(facts.answers()), "first": first}
+        about["rest"] = [table for table in tables if table not in first]
         about["charts"] = facts.charts() if out or format == "html" else []
         evidence = Evidence(store, run_ids, lambda *_: None)
         return _render(Path(__file__).parent, f"report.{format}{SUFFIX}", evidence, out, about)

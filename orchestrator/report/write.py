@@ -1,7 +1,9 @@
 """Tables and charts of a report of runs."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,22 @@ from jobs.schema.axes import AXES, more_columns
 from jobs.schema.plain_text import in_a_line
 from jobs.schema.quantities import AGAINST_LENGTH, Plot, Quantity, Role, readable
 from jobs.schema.states import Origin, PointState, run_in_words
+from orchestrator.errors import UserError
 from orchestrator.judge.analysis import Fit, fits_frame, scaling_fits
 from orchestrator.judge.rules import load_gates
 from orchestrator.judge.verdicts import TargetVerdict, evaluate
 from orchestrator.report import bench
 from orchestrator.report.charts import drawable, kind_charts, scaling_chart
+from orchestrator.report.compare import Side, compare, summary
+from orchestrator.report.runs import answer
 from orchestrator.report.series import full_shape, shape
 from orchestrator.report.table import Table, flat, points_table
 from orchestrator.settings import load_settings
 from orchestrator.store import Store, queries
 
+FIRST = ("Runs", "Operator", "Scaling", "Points without a result")  # tables that a reader sees before all else
 _NAME = 100  # characters of a run's name
+_ANSWERED = 5  # runs that have a sentence
 # Columns in which a reported figure must agree with ours; its dtype may be missing, its device may differ.
 _SAME = [*(axis.name for axis in AXES if axis.name not in ("implementation", "dtype", "device")), "metric", "unit"]
 _OF_ONE_MACHINE = ("host", "gpu.uuid", "gpu.index", "gpu.sm_clock_mhz")  # not in a report, which is shared
@@ -71,6 +78,17 @@ class Facts:
             if shared and shared not in self.environments:
                 self.environments.append(shared)
 
+    def answers(self) -> Iterator[str]:
+        """What two runs differ in, then what each of the first runs found, in a sentence each."""
+        if len(ids := [run["run_id"] for run in sorted(self.runs, key=itemgetter("created_at"))]) == 2:
+            with suppress(UserError):
+                [comparison] = compare(self.store, Side(ids[0], (ids[0],)), [Side(ids[1], (ids[1],))])
+                if comparison.cells:
+                    yield f"Time of {ids[1]} beside that of {ids[0]}: {summary(comparison)}"
+        for run_id in [run["run_id"] for run in self.runs][:_ANSWERED]:
+            if said := answer(self.store, run_id):
+                yield f"{run_id}: {said}" if len(self.runs) > 1 else said
+
     def charts(self) -> list[tuple[str, str, Any]]:
         """Name, title and chart in Vega-Lite: of one run those of its kind, then growing quantities over lengths."""
         charts = []
@@ -92,7 +110,9 @@ class Facts:
             device = run["gpu"] or ("CPU" if run["run_id"] in on_cpu else "")
             commit = (run["git_commit"] or "")[:10] + " with changes" * bool(run["git_commit"] and run["git_dirty"])
             rows.append([*about, device, f"{run['created_at']:%Y-%m-%d %H:%M} UTC", commit])
-        note = " ".join(f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"])
+        notes = [f"{run['run_id']} {run['state']}: {run['reason']}." for run in self.runs if run["reason"]]
+        again = "To measure a point again, with its commit, versions and settings: nsa repro RUN/NUMBER."
+        note = " ".join([*notes, *([again] if len(self.points) else [])])
         yield Table("Runs", note, ["run", "kind", "origin", "state", "points", "device", "started", "commit"], rows)
         yield from bench.tables(self.benches)
         yield from _verdicts(self.verdicts)

@@ -43,7 +43,10 @@ def filled(sqlite_store: Store, sweep, tmp_path: Path) -> Store:
 
 def test_markdown_contains_all_sections(filled: Store):
     text = report(filled, [RUN])
-    assert text.startswith("# Report: demo\n")
+    assert text.startswith("# Report: demo\n\n**Time 16 ms, chunked at S=8,192**\n")
+    seen, _, folded = text.partition("<details>")
+    assert re.findall("^## (.*)$", seen, re.MULTILINE) == ["Runs", "Scaling", "Points without a result"]
+    assert "## Verdict linear-scaling/cpu" in folded
     series = "| demo | measured | naive | forward+backward | 12/2 d64 | peak_extra_memory |"
     assert f"{series} S^2.00 (2.00 to 2.00) | 2,048 to 8,192 | 3 |  | 0.0% | 4K 2.0, 8K 2.0 |" in text
     assert "## Verdict linear-scaling/cpu: NO-GO" in text
@@ -100,7 +103,9 @@ def test_every_text_of_a_run_is_text_in_its_report(sqlite_store: Store, sweep, t
     sqlite_store.apply_many([drawn[0].model_copy(update={"quantities": (titled,)}), *drawn[1:]])
     runs = [ENDED, GOING, RUN]
     markdown = report(sqlite_store, runs, out=tmp_path / "a.md")
-    said = re.sub(r"(?<!\\)`[^`]*`|^!\[[^\[\]]*\]\(a-[a-z-]+\.png\)$", "", markdown, flags=re.MULTILINE)
+    unfolded, tags = re.subn(r"</?details>(?:<summary>All else: .*</summary>)?\n", "", markdown)
+    assert tags == 2
+    said = re.sub(r"(?<!\\)`[^`]*`|^!\[[^\[\]]*\]\(a-[a-z-]+\.png\)$", "", unfolded, flags=re.MULTILINE)
     assert not re.search(r"(?<!\\)\]\(|(?<!\\)<[A-Za-z/]|http://(?!\N{WORD JOINER})|(?<!\\)``", said)
     page = report(sqlite_store, runs, format="html")
     tags = Tags(page)
