@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from homes import newest_checkpoint
 from processes import descendants
 from quick_driver import COMMAND
 from trainings import by_name, write_text
@@ -56,12 +57,6 @@ def _until(condition: Callable[[], bool], running: subprocess.Popen[str]) -> Non
         time.sleep(0.01)
 
 
-def _newest(home: Path) -> int:
-    """Step of the newest complete checkpoint; 0 without one."""
-    found = home.glob("artifacts/*/0000/checkpoints/*-step-*/complete.json")
-    return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
-
-
 def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
     return descendants(psutil.Process(driver.pid), "orchestrator.execute.point:answer")[0]
 
@@ -69,20 +64,20 @@ def _worker(driver: subprocess.Popen[str]) -> psutil.Process:
 def test_a_training_goes_on_after_a_crash_a_killed_driver_and_a_cancellation(spec: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     driver = _start(home, str(spec))
-    _until(lambda: _newest(home) >= 10, driver)
+    _until(lambda: newest_checkpoint(home) >= 10, driver)
     _worker(driver).kill()
-    first = _newest(home)
-    _until(lambda: _newest(home) > first, driver)  # the attempt that followed by itself
+    first = newest_checkpoint(home)
+    _until(lambda: newest_checkpoint(home) > first, driver)  # the attempt that followed by itself
     worker = _worker(driver)
     driver.kill()
     assert psutil.wait_procs([worker], timeout=30)[1] == []  # until then it may save another checkpoint
-    second = _newest(home)
+    second = newest_checkpoint(home)
     (path,) = home.glob(f"artifacts/*/{journal.NAME}")
     driver = _start(home, "--resume", path.parent.name)
-    _until(lambda: _newest(home) > second, driver)
+    _until(lambda: newest_checkpoint(home) > second, driver)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(60) == 130
-    cancelled = _newest(home)
+    cancelled = newest_checkpoint(home)
     driver = _start(home, "--resume", path.parent.name)
     assert driver.wait(200) == 0, driver.communicate()[0]
     records = list(journal.read(path))

@@ -8,16 +8,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pandas as pd
 import psutil
 import pytest
+from homes import journal_of, records, stored
 from nsa_command import nsa
 from processes import wait_for
 from ray_clusters import Cluster, asked_for, point_processes
 
 from orchestrator.provenance import user
 from orchestrator.store import Store, StoreError, journal, queries
-from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, Record, StartRecord
+from orchestrator.store.records import ArtifactRecord, EventRecord, OutcomeRecord, StartRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 DRILL = "jobs/configs/drill.yaml"
@@ -45,22 +45,6 @@ def _submit(cluster: Cluster, home: Path, *args: str, options: tuple[str, ...] =
 def settings(behaviours: str, *more: str) -> list[str]:
     changes = [f"behaviours={behaviours}", "deadlines={startup_s: 60, heartbeat_s: 6, point_s: 60}", *more]
     return [item for change in changes for item in ("--set", change)]
-
-
-def run_id(home: Path) -> str:
-    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
-    return path.parent.name
-
-
-def records(home: Path) -> list[Record]:
-    return list(journal.read(home / "artifacts" / run_id(home) / journal.NAME))
-
-
-def stored(home: Path) -> tuple[dict, pd.DataFrame]:
-    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
-        row = queries.run(store, run_id(home))
-        assert row is not None
-        return dict(row), queries.points(store, run_id(home))
 
 
 def outcomes(home: Path) -> list[OutcomeRecord]:
@@ -96,7 +80,7 @@ def test_a_submitted_sweep_survives_every_failure(cluster: Cluster, home: Path) 
     [stacks] = [file for file in files if file.name == "stacks.txt"]
     assert "measure (jobs/drill.py" in str(stacks.content)
     assert (home / "artifacts" / stacks.path).read_text() == stacks.content
-    assert stacks.path.startswith(f"{run_id(home)}/0002/1/")
+    assert stacks.path.startswith(f"{journal_of(home).parent.name}/0002/1/")
     assert point_processes(cluster) == []
 
 

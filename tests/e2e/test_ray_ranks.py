@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from homes import newest_checkpoint
 from processes import wait_for
 from ray_clusters import Cluster, point_processes, running_node
 from trainings import Keeping, of_the_kill, trains_alike, write_text
@@ -133,12 +134,8 @@ class Run:
 
     def until_checkpoint(self, after: int = 0) -> int:
         """Wait for a complete checkpoint of a step beyond `after`. Returns its step."""
-        wait_for(lambda: self.newest() > after, 200, lambda: str(self.records()), pause=0.2)
-        return self.newest()
-
-    def newest(self) -> int:
-        found = self.home.glob("artifacts/*/0000/checkpoints/*-step-*/complete.json")
-        return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
+        wait_for(lambda: newest_checkpoint(self.home) > after, 200, lambda: str(self.records()), pause=0.2)
+        return newest_checkpoint(self.home)
 
     def ended(self, code: int) -> OutcomeRecord:
         """Wait for the end. Returns the last outcome."""
@@ -221,7 +218,7 @@ def test_a_submitted_run_has_a_rank_on_each_of_two_nodes_and_a_killed_one_resume
         saved = run.until_checkpoint()
         rank.kill()
         wait_for(lambda: bool(_warnings(run)), 60)
-        run.until_checkpoint(after=run.newest())
+        run.until_checkpoint(after=newest_checkpoint(run.home))
         assert len({process.ppid() for process in run.until_trained(cluster)}) == 2, "a raylet each"
         _grows(run)
         point_processes(cluster)[0].send_signal(signal.SIGTERM)
@@ -232,7 +229,7 @@ def test_a_submitted_run_has_a_rank_on_each_of_two_nodes_and_a_killed_one_resume
         assert "of 2 died on node" in warning
         assert "restart 1 of 1 of all ranks from the last checkpoint" in warning
         assert len(run.outcomes()) == 1
-        assert run.newest() > saved
+        assert newest_checkpoint(run.home) > saved
         _nothing_is_left(cluster, left)
 
 

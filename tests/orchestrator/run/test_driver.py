@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from homes import journal_of, records, stored
 from processes import wait_for
 from quick_driver import COMMAND
 
@@ -24,22 +25,6 @@ from orchestrator.store import Store, importer, journal, queries
 from orchestrator.store.records import OutcomeRecord, PointRecord, RunEndRecord, StartRecord
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def only_run(home: Path) -> str:
-    [path] = (home / "artifacts").glob(f"*/{journal.NAME}")
-    return path.parent.name
-
-
-def records(home: Path) -> list:
-    return list(journal.read(home / "artifacts" / only_run(home) / journal.NAME))
-
-
-def stored(home: Path, run_id: str):
-    with Store.open(f"sqlite:///{home / 'nsa.db'}", create=False) as store:
-        row = queries.run(store, run_id)
-        assert row is not None
-        return row, queries.points(store, run_id)
 
 
 def test_a_run_that_requires_preflights_begins_nothing_without_them(
@@ -70,11 +55,11 @@ def test_a_cluster_that_went_away_leaves_nothing_running(home, spec, capsys, qui
     with monkeypatch.context() as patch:
         patch.setattr(LocalExecutor, "poll", gone)
         assert driver.main([str(spec("value = 1.0", "pass")), "--local"]) == 1
-    row, points = stored(home, only_run(home))
+    row, points = stored(home)
     assert (row["state"], list(points["state"])) == ("failed", ["lost", "lost"])
-    assert f"--resume {only_run(home)}" in capsys.readouterr().out
-    assert driver.main(["--local", "--resume", only_run(home)]) == 0
-    row, points = stored(home, only_run(home))
+    assert f"--resume {journal_of(home).parent.name}" in capsys.readouterr().out
+    assert driver.main(["--local", "--resume", journal_of(home).parent.name]) == 0
+    row, points = stored(home)
     assert (row["state"], list(points["state"])) == ("done", ["ok", "ok"])
 
 
@@ -109,7 +94,7 @@ def test_a_stopped_driver_cancels_the_remaining_points(home, spec, start, number
     end = records(home)[-1]
     assert isinstance(end, RunEndRecord)
     assert (end.state, end.reason) == ("cancelled", number.name)
-    row, points = stored(home, only_run(home))
+    row, points = stored(home)
     assert row["state"] == "cancelled"
     assert list(points["state"]) == ["ok", "cancelled", "cancelled"]
     assert len([r for r in records(home) if isinstance(r, PointRecord)]) == 3
@@ -124,7 +109,7 @@ def test_a_sweep_goes_on_without_its_display(home, spec, kinds_path, redirection
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert ("(No space left on device); the rest is not shown" in done.stderr) == ("full" in redirection)
-    row, points = stored(home, only_run(home))
+    row, points = stored(home)
     assert row["state"] == "done"
     assert list(points["state"]) == ["ok"] * 3
 
@@ -153,8 +138,8 @@ def test_no_odd_point_costs_another(home, spec, database_url, tmp_path, monkeypa
     assert told.err == ""
     assert "nsa import" not in told.out
     assert re.search(r"^warning: snippet 1: file not kept: '\.\.': is no plain file name", told.out, re.M)
-    run_id = only_run(home)
-    path = home / "artifacts" / run_id / journal.NAME
+    path = journal_of(home)
+    run_id = path.parent.name
     assert run("--resume", run_id) == 1
     assert sum(isinstance(record, StartRecord) for record in journal.read(path)) == len(ODD)  # all are settled
     other = f"sqlite:///{tmp_path}/other.db"
