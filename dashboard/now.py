@@ -37,6 +37,7 @@ def _cells(line: Line) -> dict[str, str]:
     elif line.run_id:
         cells["Run"] = f"[{cells['Run']}](runs?{urlencode({'run': line.run_id})})"
     if state := line.cells.get("State"):
+        cells["Ended"] = cells["Ended"].replace(" ", "\N{NO-BREAK SPACE}")
         look = parts.RUN_STATES["failed" if "failed" in state else state]
         cells["State"] = f":{look.color}[{look.sign} {cells['State']}]"
     return cells

@@ -48,7 +48,7 @@ _BRANCHES = {
     Branch.OTHER: series.BROWN,
     Branch.SHARED: series.PINK,
 }
-_LEGEND = {"orient": "bottom", "labelLimit": 0, "columns": 3, "symbolOpacity": 1, "symbolBaseFillColor": series.GREY}
+_LEGEND = {"orient": "bottom", "labelLimit": 0, "columns": 2, "symbolOpacity": 1, "symbolBaseFillColor": series.GREY}
 _CONFIG = {
     "legend": _LEGEND,
     "axis": {"gridOpacity": 0.35, "labelLimit": 560},

@@ -101,8 +101,7 @@ def seconds_left(point: Mapping[str, Any]) -> float | None:
 
 
 def _ended(state: str, name: str, kind: str, person: str | None, at: datetime, reason: str) -> Line:
-    ended = f"{at:%a %H:%M %Z}".replace(" ", "\N{NO-BREAK SPACE}")
-    cells = {"State": state, "Run": name, "Kind": kind, "Person": person or "", "Ended": ended}
+    cells = {"State": state, "Run": name, "Kind": kind, "Person": person or "", "Ended": f"{at:%a %H:%M %Z}"}
     return Line(cells | {"Why": in_a_line(reason, _REASON)}, name)
 
 
