@@ -28,6 +28,7 @@ from orchestrator.store import Store, StoreError
 _FROM_CHECKOUT = installation() is Installation.CHECKOUT
 _INSTALL = "make env" if _FROM_CHECKOUT else "pip install nsa-bench"
 _INSTALL_GPU = "pip install '.[gpu]'" if _FROM_CHECKOUT else "pip install 'nsa-bench[gpu]'"
+_UNSENT = (".git", ".venv", "venv", "__pycache__")  # by Ray (RAY_RUNTIME_ENV_DEFAULT_EXCLUDES)
 _FOLDERS = 10_000  # of the current one that are looked through: more is no folder to send
 
 
@@ -225,7 +226,7 @@ def _working_dir() -> list[Finding]:
     """Files here at which `ray job submit --working-dir .` hangs, or ends in a traceback."""
     found = []
     for folder, folders, files in islice(os.walk("."), _FOLDERS):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in _UNSENT]
         for path in (Path(folder, name) for name in [*folders, *files]):
             if reason := upload.problem(path):
                 detail = f"{str(path)!r}: {reason}: `ray job submit` cannot send this folder"

@@ -81,10 +81,12 @@ def local_services(settings: Settings, *ray_options: str) -> list[Service]:
     scheme = "https" if os.environ.get("STREAMLIT_SERVER_SSL_CERT_FILE") or server.get("sslCertFile") else "http"
     dashboard_url = f"{scheme}://127.0.0.1:{settings.dashboard_port}" + (f"/{path}" if path else "")
     ray_url, port, home = settings.ray_dashboard.rstrip("/"), settings.dashboard_port, settings.home
-    return [
-        Service("ray", (*ray, *ray_options), ray_url, ray_port, "/api/version", "ray_version", home / "ray"),
-        Service("dashboard", tuple(dashboard), dashboard_url, port, "/_stcore/health", "ok", home / "dashboard"),
-    ]
+    page = Service("dashboard", tuple(dashboard), dashboard_url, port, "/_stcore/health", "ok", home / "dashboard")
+    with suppress(OSError, ValueError, KeyError):  # one that runs has the path of the shell that started it
+        if page.pid is not None:
+            url = json.loads(page.files.with_suffix(".pid.json").read_text())["url"]
+            page = page._replace(url=url, port=urlsplit(url).port)
+    return [Service("ray", (*ray, *ray_options), ray_url, ray_port, "/api/version", "ray_version", home / "ray"), page]
 
 
 def up(settings: Settings, *, num_cpus: int | None = None, num_gpus: int | None = None) -> list[Service]:
@@ -200,7 +202,7 @@ def _start(settings: Settings, service: Service) -> None:
             start_new_session=True,
         )
     started = psutil.Process(process.pid).create_time() - psutil.boot_time()  # the wall clock may be set meanwhile
-    record = {"pid": process.pid, "started": started}
+    record = {"pid": process.pid, "started": started, "url": service.url}
     service.files.with_suffix(".pid.json").write_text(json.dumps(record))
 
 

@@ -108,6 +108,21 @@ def test_the_path_of_a_proxy_is_part_of_the_address(settings: Settings, monkeypa
         assert dashboard.healthy
 
 
+def test_a_service_keeps_the_address_that_it_was_started_with(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path comes from a variable, which another shell has not."""
+    started = psutil.Process().create_time() - psutil.boot_time()
+    url = f"http://127.0.0.1:{settings.dashboard_port}/nsa"
+    record = settings.home / "dashboard.pid.json"
+    record.write_text(json.dumps({"pid": os.getpid(), "started": started, "url": url}))
+    try:
+        assert services.local_services(settings)[1].url == url
+    finally:
+        record.unlink()  # or the fixture would end this process
+    assert services.local_services(settings)[1].url == url.removesuffix("/nsa")
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_a_path_and_a_certificate_of_the_users_own_streamlit_are_part_of_the_address(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
