@@ -21,7 +21,7 @@ from orchestrator.judge.growth import NORMAL_INTERVAL, Growth, LocalSlope, fit_g
 
 NSA = "NSA (Triton)"
 _CURVE_POINTS = 61
-_BACKEND = re.compile(r"^nsa(?=$| )|(?<![\w-])triton(?![\w-]| *\d)")  # not the package, with its version
+_BACKEND = re.compile(r"^nsa$|(?<![\w-])triton(?![\w-]| *\d)")  # not the package, with its version
 
 
 def named(words: str) -> str:

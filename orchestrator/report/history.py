@@ -25,7 +25,7 @@ from jobs.schema.quantities import Better, Quantity, readable
 from orchestrator.errors import UserError
 from orchestrator.git import git
 from orchestrator.judge.change_points import Shift, shifts
-from orchestrator.report import compare
+from orchestrator.report import compare, series
 from orchestrator.report.table import Table, flat
 from orchestrator.settings import SOURCES
 from orchestrator.store import Store, queries
@@ -80,10 +80,11 @@ class History:
 
     @property
     def label(self) -> str:
-        """The cell in words: "nsa forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
+        """The cell in words: "NSA (Triton) forward 12/2 d64 S=2048 batch=16 bfloat16 bench NVIDIA H200"."""
         where = {"settings": self.settings, "kind": dict(self.cell)["kind"], "card": self.gpu or "CPU"}
         named = {"S", "batch"}
         parts = {**compare.coordinates(self.cell), **where}
+        parts["implementation"] = series.named(parts["implementation"])
         return " ".join(f"{name}={value}" if name in named else value for name, value in parts.items() if value)
 
 
@@ -192,7 +193,7 @@ def _settings(config: str) -> Mapping[str, Any]:
 
 def _words(label: str) -> set[str]:
     said = {*re.split("[ ,=]+", label), *label.split()}
-    return said | {name for name, ours in RESULTS_NAME.items() if ours in said}
+    return said | {*RESULTS_NAME, *RESULTS_NAME.values()} if series.NSA in label else said
 
 
 def _commit_dates(commits: Sequence[str]) -> dict[str, datetime]:

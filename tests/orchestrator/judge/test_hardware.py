@@ -9,6 +9,7 @@ from made_up_runs import changed
 from jobs.schema.axes import MODEL, MORE, Axis
 from jobs.schema.states import PointState, Result
 from jobs.schema.training_plan import PACK
+from orchestrator.judge.analysis import NSA, named
 from orchestrator.judge.decisions import decisions
 from orchestrator.judge.rules import GatesError, load_gates
 from orchestrator.judge.scope import ANY, Scope, Where
@@ -166,6 +167,20 @@ def test_a_rule_may_name_nsa_by_its_backend(name: str | list[str]) -> None:
     where = Where.model_validate({"implementation": name})
     assert where.matches({"implementation": "nsa"})
     assert not where.matches({"implementation": "naive"})
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("nsa", NSA),
+        ("triton forward S=64", f"{NSA} forward S=64"),
+        ("nsa m7c_125m S=64", "nsa m7c_125m S=64"),  # a training's label, on any backend
+        ("native-sparse-attention-triton", "native-sparse-attention-triton"),
+        ("torch 2.11, triton 3.6", "torch 2.11, triton 3.6"),
+    ],
+)
+def test_only_the_kernels_are_called_nsa_triton(words: str, read: str) -> None:
+    assert named(words) == read
 
 
 def test_a_forecast_rests_on_published_runs_of_as_many_points():
