@@ -162,9 +162,13 @@ class TrainingSpec(ModelledSpec):
         implementation = self.backend if attention == "nsa" else "dense"
         if implementation == "auto":  # resolved here: a point names it even if it runs on another host
             implementation = "triton" if machine.device == "cuda" and reasons["triton"] is None else "chunked"
-        if self.data.pack and self.compile and (machine.device != "cuda" or implementation not in ("triton", "dense")):
-            why = f"{attention} attention by {implementation} on {machine.device} reads the bounds of packed documents"
-            raise SpecError(f"compile: true: {why} on the host; leave compile out, or use a GPU and backend: triton")
+        on_device = ("triton", "dense") if self.precision == "bfloat16" else ("triton",)
+        if self.data.pack and self.compile and (machine.device != "cuda" or implementation not in on_device):
+            why = f"{attention} attention by {implementation} in {self.precision} on {machine.device}"
+            raise SpecError(
+                f"compile: true: {why} reads the bounds of packed documents on the host; leave compile out, or use a "
+                "GPU, backend: triton and precision: bfloat16"
+            )
         model = self.base.under(implementation)
         model = replace(model, vocab_size=self._vocabulary(), checkpointing=self.checkpointing)
         layout = Layout(micro_batch, self.ranks, accumulation, *exchange)

@@ -261,10 +261,15 @@ def _bad(tmp_path: Path, tokenizer: Path) -> Iterator[tuple[dict[str, Any], str]
 
 def test_packed_documents_are_compiled_on_a_gpu_alone(documents: Path, tokenizer: Path) -> None:
     compiled = _spec(_data(documents, tokenizer, pack=True), compile=True, device="auto")
-    with pytest.raises(SpecError, match=r"^compile: true: nsa attention by chunked on cpu .*; leave compile"):
+    with pytest.raises(SpecError, match=r"^compile: true: nsa attention by chunked in .* on cpu .*; leave compile"):
         compiled.points(CPU)
-    (point,) = compiled.points(Machine("cuda", "NVIDIA H200", 2**37))
+    card = Machine("cuda", "NVIDIA H200", 2**37)
+    (point,) = compiled.points(card)
     assert point.label == "nsa tiny S=32 compiled"
+    dense = compiled.model_copy(update={"attention": ["dense"]})
+    with pytest.raises(SpecError, match=r"^compile: true: dense attention by dense in float32 .* precision: bfloat16$"):
+        dense.points(card)
+    assert len(dense.model_copy(update={"precision": "bfloat16"}).points(card)) == 1
 
 
 def test_data_that_cannot_be_learned_from_is_an_error_of_one_line(tmp_path: Path, tokenizer: Path) -> None:
