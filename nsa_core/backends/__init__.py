@@ -82,7 +82,7 @@ def offered() -> tuple[Offer, ...]:
         missing = [part for part in _PARTS if not callable(getattr(backend, part, None))]
         return f"lacks {', '.join(missing)}" if missing else None
 
-    own = [*WINDOW_BACKENDS, "auto", "dense", *(f"dense-{kernel}" for kernel in dense.KERNELS)]
+    own = [*WINDOW_BACKENDS, "auto", "nsa", "dense", *(f"dense-{kernel}" for kernel in dense.KERNELS)]
     found = tuple(offers("nsa_bench.implementations", dict.fromkeys(own, "nsa_core uses itself"), problem))
     _usable.clear()
     _usable.update({one.name: one.entry.load() for one in found if one.problem is None})

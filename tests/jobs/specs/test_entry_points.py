@@ -97,6 +97,7 @@ BROKEN_IMPLEMENTATIONS = [
     ("import nowhere", "acme-nsa", r"cannot be imported \(ModuleNotFoundError"),
     ("from nsa_core.backends.chunked import window, select", "acme-nsa", "lacks unavailable, compressed, selected"),
     (IMPLEMENTATION, "chunked", "has a name that nsa_core uses itself"),
+    (IMPLEMENTATION, "nsa", "has a name that nsa_core uses itself"),
 ]
 
 
