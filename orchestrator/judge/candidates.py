@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from jobs.schema.axes import MORE, more_columns
+from jobs.schema.axes import MORE, RESULTS_NAME, more_columns
 from jobs.schema.quantities import readable
 from jobs.schema.states import PointState
 from orchestrator.judge.analysis import named, surroundings
@@ -130,11 +130,11 @@ def _states(rule: StatesRule, run: Run, scope: Scope) -> Found:
     """The number of points in a state that the rule forbids."""
     if not (points := run.in_scope(scope)):
         return Found([], unit="points")
-    bad = []
+    bad, exceptions = [], {RESULTS_NAME.get(name, name): state for name, state in rule.but.items()}
     for point in points:
-        expected = rule.but.get(point["implementation"])
-        named = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
-        if point["state"] != expected if expected else named:
+        expected = exceptions.get(point["implementation"])
+        forbidden = point["state"] in rule.none_of and str(point["reason"]).startswith(rule.because or "")
+        if point["state"] != expected if expected else forbidden:
             bad.append(point)
     # Skipped points were not to be measured and do not count; cancelled ones were, so the result stays open.
     due = [point for point in points if point["state"] != PointState.SKIPPED]
@@ -149,7 +149,7 @@ def _states(rule: StatesRule, run: Run, scope: Scope) -> Found:
     lacking = "" if bad or len(ended) >= least else f"{len(ended)} of {least} were run to their end"
     is_bad = f"state IN ({', '.join(map(quoted, rule.none_of))})"
     is_bad += f" AND reason LIKE {quoted(f'{rule.because}%')}" if rule.because else ""
-    for implementation, state in rule.but.items():
+    for implementation, state in exceptions.items():
         is_bad = f"CASE implementation WHEN {quoted(implementation)} THEN state <> {quoted(state)} ELSE {is_bad} END"
     evidence = [point["point_id"] for point in bad or ended]
     query = f"SELECT count(*) FROM v_points WHERE point_id IN ({', '.join(map(quoted, evidence))}) AND {is_bad}"

@@ -123,6 +123,13 @@ def test_cancelled_and_skipped_points_are_not_evidence_of_health(sqlite_store: S
     assert evaluate(sqlite_store, gates, ["full"])[0].result is GO
 
 
+@pytest.mark.parametrize("name", ["nsa", "triton"])
+def test_an_exception_of_a_states_rule_names_nsa_as_where_does(sqlite_store: Store, sweep, tmp_path: Path, name: str):
+    sqlite_store.apply_many(sweep(laws={"triton": 1.0}))
+    (judged,) = evaluate(sqlite_store, gates_of(tmp_path, {"kind": "states", "but": {name: "oom"}}))[0].rules
+    assert judged.value == len(judged.evidence) > 0
+
+
 def test_a_fit_whose_interval_crosses_the_bound_is_unknown(sqlite_store: Store, sweep, tmp_path: Path):
     noisy = {f"{RUN}/0": 3.0, f"{RUN}/1": 9.0, f"{RUN}/2": 11.0}  # MiB at 512, 1024, 2048: a slope of 0.94 +- 4
     records = [
