@@ -90,7 +90,7 @@ class Ended:
 
 
 def tell(settings: Settings, ended: Ended) -> list[str]:
-    """Tell the settings' webhook, if there is one. Returns a line about a failure."""
+    """Tell the settings' webhook, if there is one. Returns lines about a failure."""
     if (url := settings.webhook) is None:
         return []
     try:
