@@ -91,9 +91,8 @@ def _usual_runs(store: Store, runs: pd.DataFrame) -> list[str]:
     """
     ours = [run for run in runs.to_dict("records") if run["origin"] == Origin.MEASURED]
     complete = [run for run in ours if run["state"] == RunState.DONE and run["ok"] >= MIN_LENGTHS][:_RECENT]
-    states = data.states(store, run_ids=[run["run_id"] for run in complete])
-    lengths = states.loc[states["state"] == PointState.OK].groupby("run_id")["seq_len"].nunique()
-    least = max(MIN_LENGTHS, min(_ENOUGH, lengths.max()))
+    lengths = data.lengths(store, [run["run_id"] for run in complete])
+    least = max(MIN_LENGTHS, min(_ENOUGH, max(lengths.values(), default=0)))
     sweeps = [run for run in complete if lengths.get(run["run_id"], 0) >= least]
     sweeps.sort(key=lambda run: run["kind"] != "scaling")
     chosen = [run["run_id"] for run in (sweeps or [run for run in ours if run["ok"]] or ours)[:1]]

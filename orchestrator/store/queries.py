@@ -378,6 +378,14 @@ def states(store: Store, *, run_ids: Sequence[str] | None = None) -> pd.DataFram
     return _frame(store, _view(v_points, run_ids, "run_id", "number"))
 
 
+def lengths(store: Store, run_ids: Sequence[str]) -> dict[str, int]:
+    """The numbers of different lengths at which runs measured a point, by id; without runs that have none."""
+    length = Point.__table__.c.seq_len
+    query = select(Point.run_id, func.count(length.distinct())).join(Point.outcome).group_by(Point.run_id)
+    query = query.where(Point.run_id.in_(run_ids), Attempt.state == PointState.OK, length.is_not(None))
+    return {row[0]: row[1] for row in _fetched(store, query)}
+
+
 def _view(view: Table, run_ids: Sequence[str] | None, *order: str) -> Select:
     query = select(view).order_by(*(view.c[name] for name in order))
     return query if run_ids is None else query.where(view.c.run_id.in_(run_ids))
