@@ -157,9 +157,10 @@ def print_points(order: Order) -> None:
     ready = [load_spec(path) for path in READY_SPECS.glob("*.yaml") if f"name: {spec.name}\n" in path.read_text()]
     published, keys = 0, {point.key("", machine) for point in points}
     for each in ready:
-        whole = plan.points_of(each, dict.fromkeys(each.python, machine))
-        if each.isolation == spec.isolation and keys <= {point.key("", machine) for point in whole}:
-            published = len(whole)
+        with suppress(SpecError):  # it needs a GPU, and the machine has none
+            whole = plan.points_of(each, dict.fromkeys(each.python, machine))
+            if each.isolation == spec.isolation and keys <= {point.key("", machine) for point in whole}:
+                published = len(whole)
     part = f"{len(points)} of {published} points, so at most " if len(points) < published else ""
     lines = [part + line for line in forecast(spec.model_dump(), published, gpus, machines)]
     for line in (*spec.notes(), *(lines or ["time and price: no estimate, because no published run has these points"])):

@@ -1,6 +1,7 @@
 """Bad input ends with one line a mistake before a file is made; a dry run makes none either."""
 
 import re
+from itertools import chain
 
 import pytest
 
@@ -143,3 +144,9 @@ def test_a_dry_run_tells_the_time_of_a_ready_spec_or_of_a_part_of_its_points(
 ) -> None:
     assert driver.main([f"jobs/configs/{spec}.yaml", "--dry-run", "--set", override]) == 0
     assert told in capsys.readouterr().out
+
+
+def test_a_dry_run_on_a_cpu_of_a_spec_that_is_ready_for_a_gpu_has_no_estimate(home, capsys) -> None:
+    changes = [("--set", change) for change in ("device=cpu", "implementations=[chunked]", "lengths=[128]")]
+    assert driver.main(["jobs/configs/scaling_m7c.yaml", "--dry-run", *chain(*changes)]) == 0
+    assert "time and price: no estimate" in capsys.readouterr().out
