@@ -142,10 +142,7 @@ class Child:
         Returns its exit code; None if it survived SIGKILL.
         """
         if self._process.returncode is None:
-            # Daemons of a process that has died are in no tree, but have its folder of temporary files.
-            own = {"TMPDIR": str(self.temporary)}.items()
-            daemons = [p for p in psutil.process_iter(["environ"]) if own <= (p.info["environ"] or {}).items()]
-            tree = [*self.tree(), *daemons]
+            tree = [*self.tree(), *filter(self._started, psutil.process_iter(["environ"]))]
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             for process in tree:
@@ -157,6 +154,15 @@ class Child:
             while any(map(_runs, tree)) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal takes effect when its process is next scheduled
         return self._process.returncode
+
+    def _started(self, process: psutil.Process) -> bool:
+        """Whether a process, as a daemon in no tree, has this one's temporary files, or prints to its output."""
+        if (process.info["environ"] or {}).get("TMPDIR") == str(self.temporary):
+            return True
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            prints_to = {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
+            return not prints_to.isdisjoint(os.path.realpath(self.folder / name) for name in self._offsets)
+        return False
 
     def discard(self) -> None:
         """Kill the process, close its pipes and remove its files. The handle cannot be used afterwards."""

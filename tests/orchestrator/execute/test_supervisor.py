@@ -122,8 +122,9 @@ def test_a_hang_leaves_the_stacks_of_its_process_tree_and_no_process(measure) ->
         assert not is_alive(int(pid))
 
 
-def test_daemons_of_a_point_that_died_end_with_it(measure) -> None:
-    start = "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+@pytest.mark.parametrize("env", ["", ", env={}"], ids=["", "without its variables"])
+def test_daemons_of_a_point_that_died_end_with_it(measure, env: str) -> None:
+    start = f"print(subprocess.Popen(['sleep', '600'], start_new_session=True{env}).pid, flush=True)"
     daemons = f"import subprocess; subprocess.run([sys.executable, '-c', \"import subprocess; {start}\"])"
     [end] = ended(measure(f"{daemons}\nos._exit(1)"))
     assert end.outcome.state is PointState.CRASH
