@@ -106,6 +106,8 @@ def _ratios(rule: RatioRule, run: Run, scope: Scope) -> Found:
     for row in bottoms:
         under[tuple(row.get(name) for name in same)].append(row)
     pairs = [(top, bottom) for top in tops for bottom in under[tuple(top.get(name) for name in same)]]
+    if above.metric == below.metric and all(top["point_id"] == bottom["point_id"] for top, bottom in pairs):
+        pairs = []  # of two patterns that match the same
     refused = ""
     if apart := [pair for pair in pairs if _on_other_texts(run, *pair)]:
         labels = " and ".join(row["label"] for row in apart[0])

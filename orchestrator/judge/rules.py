@@ -244,7 +244,8 @@ class RatioRule(_Bounded):
     @model_validator(mode="after")
     def _of_two(self) -> Self:
         above, below, same = self.numerator, self.denominator, set(self.same)
-        if above.metric == below.metric and ("point_id" in same or str(above.where) == str(below.where)):
+        asked = [self.where.also(side.where).requested for side in (above, below)]
+        if above.metric == below.metric and ("point_id" in same or asked[0] == asked[1]):
             raise ValueError("denominator: is the numerator, so that the ratio is 1; give it another metric or where")
         if apart := [name for name in above.where.apart_in(below.where) if same & {name, "point_id"}]:
             raise ValueError(f"same: no point matches both sides' {apart[0]}, so that there is no pair; leave it out")

@@ -18,7 +18,8 @@ LENGTH = "seq_len"
 RANKS = f"{MORE}ranks"  # the GPUs that a point was measured on; kinds that use one do not declare it
 _APART = {MODEL.name, PACK.name, CONTEXT.name}  # points that have such an axis are of no rule that does not name it
 _SLICE = " MIG "
-_ARCHITECTURES = {"A100": "sm80", "H20": "sm90", "H100": "sm90", "H200": "sm90", "GH200": "sm90", "B200": "sm100"}
+_ARCHITECTURES = {"A100": "sm80", "A800": "sm80", "L40S": "sm89", "H20": "sm90", "H100": "sm90", "H200": "sm90"}
+_ARCHITECTURES |= {"H800": "sm90", "GH200": "sm90", "B200": "sm100"}
 
 Row = Mapping[str, Any]  # of the view v_metrics or v_points
 
@@ -66,7 +67,7 @@ class _Where(Strict):
 
     def matches(self, row: Row) -> bool:
         """Whether a row matches; one that has no length is of points of several, and only the rest of it counts."""
-        requested = self._requested.items()
+        requested = self.requested.items()
         return all(is_among(row.get(name), value) for name, value in requested if name in row or name != LENGTH)
 
     def also(self, more: Where) -> Where:
@@ -77,12 +78,12 @@ class _Where(Strict):
 
     def apart_in(self, other: Where) -> list[str]:
         """Columns for which both filters ask, and no value matches both."""
-        mine, theirs = self._requested, other._requested
+        mine, theirs = self.requested, other.requested
         return [column for column in mine if column in theirs and not _meet(mine[column], theirs[column])]
 
     @cached_property
-    def _requested(self) -> dict[str, Any]:
-        """The requested values by column, of the fields that are given."""
+    def requested(self) -> dict[str, Any]:
+        """The requested values by column, of the fields that are given; NSA's kernels by their name in results."""
         found = {"gpu": self.gpu, "kind": self.job, "run_name": self.run_name}
         found |= {axis.name: getattr(self, axis.attribute) for axis in AXES}
         if names := found["implementation"]:
@@ -159,8 +160,10 @@ class Hardware(BaseModel):
         if (self.gpus > 0) != (self.gpu is not None):
             raise ValueError("a machine with gpus has a gpu (a pattern of its name), and one without has none")
         for card, architecture in _ARCHITECTURES.items():
-            if re.search(rf"\b{card}\b", self.gpu or "") and self.architecture not in (None, architecture):
-                raise ValueError(f"architecture: {self.architecture!r}: {self.gpu!r} is {architecture}; write that")
+            taken = re.search(rf"\b{card}\b", self.gpu or "") or self.is_card(f"NVIDIA {card}")
+            if taken and self.architecture not in (None, architecture):
+                what = f"{self.gpu!r} takes {card}, which is {architecture}"
+                raise ValueError(f"architecture: {self.architecture!r}: {what}; write that, or name the card")
         return self
 
     def is_card(self, name: str | None) -> bool:

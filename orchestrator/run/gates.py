@@ -105,15 +105,23 @@ def _mistake(rule: Rule, target: Target, declared: Quantities, names: Sequence[s
         return f"at_most: {rule.at_most:g}: nothing is above it; give a bound that can be missed"
     bound, right = ("at_most", "at_least") if rule.at_least is None else ("at_least", "at_most")
     wrong = Better.HIGHER if bound == "at_most" else Better.LOWER
-    side: Any = rule.numerator if rule.kind == "ratio" else rule
-    named = side.where.implementation
-    names = [named] if isinstance(named, str) else named or [""]
-    control = all(name.startswith("dense") for name in names)  # or a speedup over dense attention
-    others = [each for each in target.rules if each.kind != "states" and _metrics(each) == _metrics(rule)]
-    added = any(getattr(each, right) is not None for each in others)
-    if first.better is wrong and not (control or added):
-        return f"{bound}: of {first.name} {wrong} is better, so that only too good ones fail; use {right}, or add it"
+    sides: list[Any] = [rule.numerator.where, rule.denominator.where] if rule.kind == "ratio" else [rule.where]
+    named = [(each.implementation,) if isinstance(each.implementation, str) else each.implementation for each in sides]
+    controls = [all(name.startswith(("dense", "naive")) for name in each or ("",)) for each in named]
+    own = next(each for each in target.rules if each.rule == rule.rule)
+    alike = [each for each in target.rules if each.where == own.where and _sides(each) == _sides(own)]
+    added = any(getattr(each, right) is not None for each in alike)
+    better, of = first.better, first.name
+    if controls == [True, False] and better is not None:  # a speedup
+        better = Better.HIGHER if better is Better.LOWER else Better.LOWER
+        of += " of dense or naive attention divided by another's"
+    if better is wrong and not (all(controls) or added):
+        return f"{bound}: of {of} {wrong} is better, so that only too good ones fail; use {right}, or add it"
     return None
+
+
+def _sides(rule: Rule) -> Any:
+    return (rule.numerator, rule.denominator) if rule.kind == "ratio" else (rule.kind, _metrics(rule))
 
 
 def _metrics(rule: Rule) -> tuple[str, ...]:

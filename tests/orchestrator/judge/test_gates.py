@@ -235,6 +235,14 @@ def test_metrics_take_the_worst_and_refuse_other_units(sqlite_store: Store, swee
     assert (unit.result, "measured in 'ms'" in unit.reason) == (UNKNOWN, True)
 
 
+def test_points_beside_themselves_alone_are_no_evidence(sqlite_store: Store, sweep, tmp_path: Path):
+    sqlite_store.apply_many(sweep())
+    sides = (("numerator", "chunk*"), ("denominator", "chunked"))
+    rule = {name: {"metric": "time", "where": {"implementation": which}} for name, which in sides}
+    [found] = evaluate(sqlite_store, gates_of(tmp_path, {"kind": "ratio", "at_most": 1.0} | rule))[0].rules
+    assert found.result == UNKNOWN
+
+
 def test_verdicts_are_stored_and_the_newest_shown(store: Store, sweep):
     empty = evaluate(store, load_gates())
     save_verdicts(store, None, empty)

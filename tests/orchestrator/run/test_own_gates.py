@@ -61,6 +61,18 @@ def ratio(numerator: str, denominator: str, **bound: float) -> dict[str, Any]:
             | {"numerator": {"metric": "oracle_error", "where": {"implementation": "dense*"}}, "same": ["point_id"]},
             "same: no point matches both sides' implementation, so that there is no pair",
         ),
+        (
+            ratio("time", "time", at_most=1) | {"numerator": {"metric": "time", "where": {"implementation": "nsa"}}},
+            "denominator: is the numerator, so that the ratio",
+        ),
+        (
+            ratio("time", "time", at_most=1) | {"where": {"implementation": ["triton"]}},
+            "denominator: is the numerator, so that the ratio",
+        ),
+        (
+            ratio("time", "time", at_most=5) | {"numerator": {"metric": "time", "where": {"implementation": "dense*"}}},
+            "at_most: of time of dense or naive attention divided by another's higher is better",
+        ),
         (MEMORY | {"at_most": 1e300}, "at_most: 1e+300: nothing is above it; give a bound that can be missed"),
         (MEMORY | {"at_least": 1e-300}, "at_least: 1e-300: nothing is below it"),
         (ratio("time", "time", at_most=1e12), "at_most: 1e+12: nothing is above it"),
@@ -152,6 +164,9 @@ def test_the_shipped_rules_can_all_fail() -> None:
 
 def test_a_bound_from_both_sides_is_a_rule(tmp_path: Path) -> None:
     assert own_gates(written(tmp_path, MEMORY | {"at_least": 10.0}, MEMORY | {"at_most": 20.0}))
+    of_others = MEMORY | {"at_most": 20.0, "where": {"implementation": "chunked"}}
+    with pytest.raises(GatesError, match=r"r0\.at_least: of peak_memory lower is better"):
+        own_gates(written(tmp_path, MEMORY | {"at_least": 10.0}, of_others))
 
 
 def test_a_ratio_with_itself_and_a_wrong_architecture_are_refused(tmp_path: Path) -> None:
@@ -159,14 +174,17 @@ def test_a_ratio_with_itself_and_a_wrong_architecture_are_refused(tmp_path: Path
     with pytest.raises(GatesError, match="denominator: is the numerator, so that the ratio is 1"):
         own_gates(written(tmp_path, {"kind": "ratio", "numerator": side, "denominator": side, "at_most": 1.0}))
     card = {"name": "1x-a100", "title": "A100", "gpu": "NVIDIA A100*", "gpus": 1, "architecture": "sm90"}
-    with pytest.raises(GatesError, match=r"architecture: 'sm90': 'NVIDIA A100\*' is sm80; write that"):
+    with pytest.raises(GatesError, match=r"architecture: 'sm90': 'NVIDIA A100\*' takes A100, which is sm80; write"):
         own_gates(written(tmp_path, MEMORY | {"at_most": 1.0}, hardware=[card]))
-    with pytest.raises(GatesError, match=r"architecture: 'sm80': 'NVIDIA H20' is sm90; write that"):
+    with pytest.raises(GatesError, match=r"architecture: 'sm80': 'NVIDIA H20' takes H20, which is sm90; write"):
         own_gates(
             written(
                 tmp_path, MEMORY | {"at_most": 1.0}, hardware=[card | {"gpu": "NVIDIA H20", "architecture": "sm80"}]
             )
         )
+    for gpu in ("NVIDIA [AH]100*", "*"):
+        with pytest.raises(GatesError, match=f"architecture: 'sm90': {re.escape(repr(gpu))} takes A100, which is sm80"):
+            own_gates(written(tmp_path, MEMORY | {"at_most": 1.0}, hardware=[card | {"gpu": gpu}]))
     other = card | {"gpu": "NVIDIA RTX A1000*", "architecture": "sm86"}
     assert own_gates(written(tmp_path, MEMORY | {"at_most": 1.0}, hardware=[other]))
 
