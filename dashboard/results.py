@@ -48,23 +48,28 @@ def page() -> None:
 def _heat_map(found: Sequence[Cell], *, to_peer: bool) -> None:
     crossings = {cell.crossing.name: cell.crossing for cell in found}
     starts = [each.seq_len for each in crossings.values() if each.seq_len is not None]
-    if len(starts) == len(crossings):
-        span = " to ".join(short(round(length)) for length in sorted({min(starts), max(starts)}))
-        st.subheader(f"NSA pays from S = {span}, by workload: it takes less time than the fastest dense attention")
     rows = []
     for cell in found:
         if (ratio := cell.ratio(to_peer)) is None:
             continue
         other = cell.peers[0] if to_peer else None
         against = f"{other.owner} {parts.number(other.value, 'ms')}" if other else ""
+        workload = cell.crossing.title + f"; {cell.crossing.words}" * (not to_peer)
         rows.append(
-            {"workload": f"{cell.crossing.title}; {cell.crossing.words}", "S": short(cell.seq_len), "cell": cell.title}
+            {"workload": workload, "S": short(cell.seq_len), "cell": cell.title}
             | {"ratio": ratio, "shade": math.log2(ratio), "nsa": parts.number(cell.nsa["value"], "ms")}
             | {"other": against or f"dense {parts.number(cell.dense['value'], 'ms')}"}
         )
+    ratios = [row["ratio"] for row in rows]
     if not rows:
         st.info("No figure of another NSA implementation is known for these workloads.", icon=":material/info:")
         return
+    if to_peer:
+        span = " to ".join(f"{ratio:.2f}" for ratio in sorted({min(ratios), max(ratios)}))
+        st.subheader(f"NSA takes {span} times as long as {PEER}, by workload and S")
+    elif len(starts) == len(crossings):
+        span = " to ".join(short(round(length)) for length in sorted({min(starts), max(starts)}))
+        st.subheader(f"NSA pays from S = {span}, by workload: it takes less time than the fastest dense attention")
     lengths = [short(length) for length in sorted({cell.seq_len for cell in found})]
     title = f"NSA's time / that of {PEER if to_peer else DENSE} (below 1, green: NSA is faster; empty: not measured)"
     clicked = grids.chart(drawn("pays", rows, title=title, lengths=lengths), key=f"pays-{to_peer}", selects="cell")

@@ -46,6 +46,7 @@ def test_results_say_where_nsa_pays_and_open_a_cell(database: str):
     with Store.open(database) as store:
         import_file(store, DATA / "journals" / "20261128-105241-bench-3dc2.jsonl.gz")
         import_file(store, DATA / "peers_h200.csv")
+    assert "NSA pays from" not in text(show("results", against="the best other NSA")), "it is about dense attention"
     app = show("results")
     (chart,) = [json.loads(each.proto.spec) for each in app.get("vega_lite_chart")]
     assert "below 1, green: NSA is faster" in chart["title"]
