@@ -88,7 +88,8 @@ class _Where(Strict):
         found |= {axis.name: getattr(self, axis.attribute) for axis in AXES}
         if names := found["implementation"]:
             names = (names,) if isinstance(names, str) else names
-            found["implementation"] = tuple(RESULTS_NAME.get(name, name) for name in names)
+            ours = {ours for name, ours in RESULTS_NAME.items() if is_among(name, names)}
+            found["implementation"] = tuple(sorted({*names} - RESULTS_NAME.keys() | ours))
         found |= {MORE + name: requested for name, requested in self.axes.items()}
         return {column: requested for column, requested in found.items() if requested is not None}
 

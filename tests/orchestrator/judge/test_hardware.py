@@ -162,7 +162,7 @@ def test_only_a_rule_that_says_so_is_about_models_of_ones_own_and_packed_trainin
     assert Scope(Where.model_validate({"axes": {axis.name: "on"}})).matches(row)
 
 
-@pytest.mark.parametrize("name", ["nsa", "triton", ["triton", "dense"], "ns*"])
+@pytest.mark.parametrize("name", ["nsa", "triton", ["triton", "dense"], "ns*", "tri*"])
 def test_a_rule_may_name_nsa_by_its_backend(name: str | list[str]) -> None:
     where = Where.model_validate({"implementation": name})
     assert where.matches({"implementation": "nsa"})
