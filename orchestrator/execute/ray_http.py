@@ -14,11 +14,11 @@ from orchestrator.execute import ray_access
 from orchestrator.settings import LOOPBACKS, Settings
 
 _ANSWER_S = 2.0
-_MOST = 64 << 20  # bytes of an answer
+_MOST = 64 << 20  # bytes of a list of jobs
 
 
-def get(url: str, token: str | None = None) -> tuple[int, bytes]:
-    """Status and text of the answer at `url`; 0 if no HTTP server answers."""
+def get(url: str, token: str | None = None, most: int = 4096) -> tuple[int, bytes]:
+    """Status and text, up to `most` bytes, of the answer at `url`; 0 if no HTTP server answers."""
     try:
         request = urllib.request.Request(url)
         if token:
@@ -31,7 +31,7 @@ def get(url: str, token: str | None = None) -> tuple[int, bytes]:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         opener = urllib.request.build_opener(proxies, urllib.request.HTTPSHandler(context=context))
         with opener.open(request, timeout=_ANSWER_S) as answer:
-            return answer.status, answer.read(_MOST)
+            return answer.status, answer.read(most)
     except urllib.error.HTTPError as err:
         return err.code, b""
     except (OSError, http.client.HTTPException, ValueError):  # also of a server that speaks no HTTP
@@ -51,6 +51,6 @@ def ray_jobs(settings: Settings, token: str | None = None) -> list[dict[str, Any
     """
     with suppress(UserError, OSError, ValueError):
         token = ray_access.token() if token is None else token
-        found = json.loads(get(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/", token)[1])
+        found = json.loads(get(f"{settings.ray_dashboard.rstrip('/')}/api/jobs/", token, _MOST)[1])
         return [job for job in found if isinstance(job, dict)] if isinstance(found, list) else None
     return None

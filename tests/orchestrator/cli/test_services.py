@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from processes import free_ports
 
 from orchestrator.cli import services
 from orchestrator.errors import UserError
-from orchestrator.execute import ray_access
+from orchestrator.execute import ray_access, ray_http
 from orchestrator.settings import Settings
 
 
@@ -53,6 +54,24 @@ def test_a_port_of_a_process_that_says_nothing_is_taken_and_nothing_started(sett
     ):
         services.up(settings)
     assert services.down(settings) == []
+
+
+class _Endless(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(OSError):  # it was asked for no more
+            while True:
+                self.wfile.write(bytes(4096))
+
+
+def test_of_an_answer_without_an_end_the_beginning_is_read() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Endless) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        code, text = ray_http.get(f"http://127.0.0.1:{server.server_port}/")
+        thread.join()
+    assert (code, len(text)) == (200, 4096)
 
 
 class _Healthy(BaseHTTPRequestHandler):
