@@ -66,7 +66,7 @@ def measure_time(
     """Time `call`, which must do the same work each time.
 
     Args:
-        before: called before each run, untimed.
+        before: called before each run, untimed; not between the calls in a row that `tries` is about.
         after: gets the result of a run, of a batch on CUDA the last one's, before the device is waited for.
         tries: times to measure, where other distributions' code is in the process, until calls in a row take less than
             three times as long as the samples: between both the host may get busy, or stop the process.
