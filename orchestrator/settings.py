@@ -41,7 +41,7 @@ def installation(sources: Path = SOURCES) -> Installation:
     if "/_ray_pkg_" in str(sources):
         return Installation.UPLOADED
     try:  # by name: a careless package may leave a pyproject.toml of its own in site-packages
-        ours = 'name = "nsa-bench"' in (sources / "pyproject.toml").read_text()
+        ours = 'name = "nsa-bench"' in (sources / "pyproject.toml").read_text("utf-8")
     except OSError:
         ours = False
     return Installation.CHECKOUT if ours else Installation.INSTALLED

@@ -49,7 +49,7 @@ def durations(runs: Sequence[Run]) -> Durations:
             ranks = max((part.row.get(RANKS) or 1 for part in run.parts), default=1)
             size = (ranks, sum(run.states.values()), run.minutes)
             known[run.name, run.kind].append(Duration(run.gpu, *size, f"{run}"))
-    for row in csv.DictReader(SHIPPED.read_text().splitlines()):
+    for row in csv.DictReader(SHIPPED.read_text("utf-8").splitlines()):
         source = "published results" + (f", run {row['run_id']}" if row["run_id"] else "")
         size = (max(int(row["gpus"] or 1), 1), int(row["points"]), float(row["minutes"]))
         known[row["name"], row["kind"]].append(Duration(row["gpu"] or None, *size, source))
@@ -142,7 +142,7 @@ def _predict(
 
 @cache
 def _content(spec: str) -> dict[str, Any]:
-    return yaml.load((READY_SPECS / spec).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C: tenfold
+    return yaml.load((READY_SPECS / spec).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C: tenfold
 
 
 def merged(steps: Iterable[Step]) -> tuple[Step, ...]:

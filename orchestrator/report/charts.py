@@ -29,7 +29,7 @@ from orchestrator.store.models import UtcDateTime
 
 Frame = Any  # a DataFrame: pandas' stubs refuse much of what it takes
 
-_DECLARED: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_text())
+_DECLARED: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("charts.yaml").read_bytes())
 _MOST_ROWS = 4000  # drawn of a kind's chart; of more, evenly spaced ones of each series
 _STATES = {
     PointState.OK: series.LEAF,

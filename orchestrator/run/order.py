@@ -154,7 +154,9 @@ def print_points(order: Order) -> None:
         say(f"{index:4}  {point.label}{needs}" + (f"  skipped: {point.skip_reason}" if point.skip_reason else ""))
     gpus, machines = ceil(requirements.gpus_per_point(spec, machine)), load_gates(order.settings.gates).hardware
     # Published times are of ready specs as they are: an upper bound for a part of their points.
-    ready = [load_spec(path) for path in READY_SPECS.glob("*.yaml") if f"name: {spec.name}\n" in path.read_text()]
+    ready = [
+        load_spec(path) for path in READY_SPECS.glob("*.yaml") if f"name: {spec.name}\n" in path.read_text("utf-8")
+    ]
     published, keys = 0, {point.key("", machine) for point in points}
     for each in ready:
         with suppress(SpecError):  # it needs a GPU, and the machine has none

@@ -1,6 +1,9 @@
 """A user's rules that cannot fail, or compare unlike with unlike, are refused when they are read."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +205,17 @@ def test_a_ratio_with_itself_and_a_wrong_architecture_are_refused(tmp_path: Path
 )
 def test_a_card_is_not_taken_for_one_whose_number_begins_alike(name: str, pattern: str, same: bool) -> None:
     assert Hardware(name="x", title="X", gpu=pattern, gpus=1).is_card(name) is same
+
+
+def test_rules_are_checked_in_a_locale_without_unicode(tmp_path: Path) -> None:
+    path = written(tmp_path, MEMORY | {"at_most": 1.0, "title": "Größe ≤ 1"})
+    run = "import orchestrator.report.charts; from orchestrator.cli.commands import main; main()"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", run, "gate", "--check", "--gates", str(path)]
+    done = subprocess.run(
+        command, env=os.environ | ascii_only, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, "no mistake" in done.stdout) == (0, True), done.stderr
 
 
 def test_rules_are_checked_by_a_command_without_a_database(tmp_path: Path) -> None:
