@@ -103,6 +103,8 @@ class TrainingSpec(ModelledSpec):
                 f"gradient_compression: {self.gradient_compression}: replicate averages gradients as they are; leave "
                 "it out, or use parallel: ddp"
             )
+        if self.data.pack and self.compile and self.ranks > 1:
+            raise ValueError(f"ranks: {self.ranks}: packed documents are compiled on one rank alone; leave compile out")
         for name, value in {"data.pack": self.data.pack, "compile": self.compile}.items():
             if value and together > 1:
                 raise ValueError(f"{name}: true: ranks that exchange keys within a pass cannot; leave it out")

@@ -49,7 +49,7 @@ _OUT_OF_MEMORY = (
 )
 # Most by which the process's clock may differ from the parent's, and lag behind. What calls take in a row, without the
 # work between samples that hides their launching, may be several times the samples' time on a GPU.
-_APART, _STALL_S = {TIMED: ("samples of time", 1.1), REPEATED: ("the same calls in a row", 3.0)}, 1.0
+_APART, _STALL_S = {TIMED: ("timed calls", 1.1), REPEATED: ("the same calls in a row", 3.0)}, 1.0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -159,9 +159,11 @@ class Child:
         """Whether a process, as a daemon in no tree, has this one's temporary files, or prints to its output."""
         if (process.info["environ"] or {}).get("TMPDIR") == str(self.temporary):
             return True
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            prints_to = {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
-            return not prints_to.isdisjoint(os.path.realpath(self.folder / name) for name in self._offsets)
+        ours = {os.path.realpath(self.folder / name) for name in self._offsets}
+        for number in (1, 2):
+            with contextlib.suppress(OSError):  # closed, or the process has ended or is another user's
+                if os.readlink(f"/proc/{process.pid}/fd/{number}") in ours:
+                    return True
         return False
 
     def discard(self) -> None:

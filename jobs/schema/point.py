@@ -23,8 +23,8 @@ Device = Literal["cpu", "cuda"]
 T = TypeVar("T")
 
 WAITING = "waiting for "  # begins the phases in which a point waits for room: its deadlines count from their end
-TIMING, TIMED = "time", "timed"  # phases: samples of time are taken; they have been, in so many ms by their clock
-REPEATING, REPEATED = "repeat", "repeated"  # phases: as many calls are made as should take a second by their samples
+TIMING, TIMED = "time", "timed"  # phases: samples of time are taken; calls were timed, in so many ms by their clock
+REPEATING, REPEATED = "repeat", "repeated"  # phases: calls are made that should take three seconds by their samples
 STARTING = "start"  # phase in which processes of a point start: silence in it is judged as that before a first beat
 FAILURE_FILES = "failure-files"  # in the temporary folder; its files are kept of a point that hangs or is too slow
 TRITON_PROBLEM = "triton-problem"  # in a machine's fingerprint: why the kernels do not load with its Triton

@@ -54,7 +54,9 @@ def report(store: Store, run_ids: Sequence[str], format: str = "md", out: Path |
     if format in ("md", "html"):
         facts = Facts(store, run_ids)
         tables = list(facts.tables())
-        first = [each for each in tables if each.title.split(",")[0] in FIRST and 0 < len(each.rows) <= _ROWS]
+        full = [(each.title.split(",")[0], each) for each in tables if each.rows]
+        wanted = FIRST if {"Operator", "Scaling"} & {title for title, _ in full} else (*FIRST, "Results")
+        first = [each for title, each in full if title in wanted and len(each.rows) <= _ROWS]
         about = {"title": facts.title, "answers": list(facts.answers()), "first": first}
         about["rest"] = [table for table in tables if table not in first]
         about["charts"] = facts.charts() if out or format == "html" else []

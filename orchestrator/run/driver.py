@@ -24,7 +24,7 @@ from jobs.schema.states import PointState, RunState, run_in_words
 from jobs.specs.kinds import axes_of, kind_module
 from jobs.specs.spec import SpecError
 from orchestrator import provenance, terminal
-from orchestrator.database_url import StoreError, hide_password, sqlite_path
+from orchestrator.database_url import StoreError, StoreUnavailable, hide_password, sqlite_path
 from orchestrator.errors import ExecutorGone, UserError
 from orchestrator.execute.local import LocalExecutor
 from orchestrator.execute.ray_cluster import RayExecutor
@@ -151,6 +151,8 @@ def _resumed(order: Order, store: Store, stack: ExitStack) -> tuple[Journal, pla
             raise UserError(f"journal: {str(journal.path)!r}: {problem}")
         store.take_lease(order.run_id)
         plan.check_complete(store, history)
+    except StoreUnavailable:
+        raise
     except UserError as err:  # another driver may be measuring the run just now
         raise _RefusedError(str(err)) from None
     return journal, history

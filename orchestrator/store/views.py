@@ -160,6 +160,7 @@ v_series = _view(
         _point.c.label,
         _attempt.c.state,
         AXIS_COLUMNS["implementation"],
+        _point.c.implementation.label("backend"),
         _point.c.seq_len,
         _series.c.attempt,
         (_series.c.attempt == _point.c.attempt).label("latest"),

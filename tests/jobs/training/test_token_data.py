@@ -270,6 +270,8 @@ def test_packed_documents_are_compiled_on_a_gpu_alone(documents: Path, tokenizer
     with pytest.raises(SpecError, match=r"^compile: true: dense attention by dense in float32 .* precision: bfloat16$"):
         dense.points(card)
     assert len(dense.model_copy(update={"precision": "bfloat16"}).points(card)) == 1
+    with pytest.raises(ValueError, match=r"ranks: 2: packed documents are compiled on one rank alone; leave compile"):
+        _spec(_data(documents, tokenizer, pack=True), compile=True, ranks=2)
 
 
 def test_data_that_cannot_be_learned_from_is_an_error_of_one_line(tmp_path: Path, tokenizer: Path) -> None:

@@ -30,6 +30,13 @@ DATA = Path(orchestrator.__file__).parent / "reference_data"
 RUN = "20261120-120000-demo-abcd"
 
 
+def test_the_results_of_a_kind_without_a_table_of_its_own_are_not_folded(sqlite_store: Store):
+    run = "20261124-021342-drill-gpu-0fb0"
+    import_file(sqlite_store, Path(__file__).parents[3] / f"docs/results/data/{run}.jsonl.gz")
+    seen, _, _ = report(sqlite_store, [run]).partition("<details>")
+    assert re.findall("^## (.*)$", seen, re.MULTILINE) == ["Runs", "Results", "Points without a result"]
+
+
 @pytest.fixture
 def filled(sqlite_store: Store, sweep, tmp_path: Path) -> Store:
     failures = {PointState.HANG: "silent for 120 s | twice", PointState.SKIPPED: "needs 93.1 GiB"}
