@@ -1,9 +1,11 @@
 """The one way to measure a call: check it against the oracle, run it for its route, its time and its peak memory."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
@@ -217,6 +219,8 @@ def measure_call(
 
         hooks = {} if call.rows is None else {"before": call.rows.renew, "after": call.rows.take}
         timed = measure_time(run, device, case.timing, beat, **hooks)
+        if time.perf_counter is not perf_counter:
+            raise WrongResult(f"{case.implementation}: replaced the process's clock, time.perf_counter")
         if call.rows is not None:
             beat("rows")
             metrics += call.rows.judge()
