@@ -1,4 +1,4 @@
-"""What Ray's dashboard answers by HTTP: without Ray, which pages do not import."""
+"""Ask Ray's dashboard by HTTP, for pages, which do not import Ray."""
 
 import http.client
 import json

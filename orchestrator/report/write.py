@@ -79,7 +79,7 @@ class Facts:
                 self.environments.append(shared)
 
     def answers(self) -> Iterator[str]:
-        """What two runs differ in, then what each of the first runs found, in a sentence each."""
+        """Sentences: how two runs differ, then what each of the first runs found."""
         if len(ids := [run["run_id"] for run in sorted(self.runs, key=itemgetter("created_at"))]) == 2:
             with suppress(UserError):
                 [comparison] = compare(self.store, Side(ids[0], (ids[0],)), [Side(ids[1], (ids[1],))])

@@ -143,7 +143,7 @@ def test_a_search_names_the_smallest_size_that_fails() -> None:
 
 
 def test_what_is_no_answer_ends_a_search_without_a_conclusion() -> None:
-    """Of capacity a size that neither fits nor runs out of memory, of a bisection a lost one."""
+    """Capacity's is a size that neither fits nor runs out of memory; a bisection's is a lost one."""
     for spec, state in ((_spec(), PointState.HANG), (_bisection(), PointState.LOST)):
         tried, conclusions = searched(spec, CPU, lambda point, state=state: (state, {}))
         assert (len(tried), conclusions) == (1, [])

@@ -1,4 +1,4 @@
-"""What the one run of a home has left: its journal, its rows, its checkpoints."""
+"""Journal, rows and checkpoints of the only run of a home."""
 
 from pathlib import Path
 from typing import Any

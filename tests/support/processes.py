@@ -52,6 +52,6 @@ def is_alive(process: psutil.Process | int) -> bool:
 
 
 def git(folder: Path, *command: str) -> str:
-    """What git prints in a folder, by a user of the tests' own."""
+    """Output of git in a folder, run as a user made up for the tests."""
     person = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
     return subprocess.check_output(["git", "-C", folder, *person, *command], text=True).strip()
